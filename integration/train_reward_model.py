@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from integration.run.exit_status import run_command
-from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base
+from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base, write_out_short
 from integration.settings.help_text import Screen
 from integration.settings.reward_model import RewardModelConfig
 
@@ -23,7 +23,7 @@ SCREEN = Screen(
     text="""\
 usage: python -m integration.train_reward_model [OPTIONS] [--section.field VALUE ...]
 
-Train a reward model on pairs of answers; `rollouts train --reward.model DIR` then takes its scores in place of a reward function.
+Train a reward model on pairs of answers; `python -m integration.train --reward.model DIR` then takes its scores as rewards.
 
   --data.path FILE              pairs: rows with chosen and rejected, or with labelled answers (default: pairs made from --task)
   --data.eval-path FILE         held-out pairs (default: a tenth of --data.path, at most --data.num-heldout)
@@ -38,6 +38,7 @@ Train a reward model on pairs of answers; `rollouts train --reward.model DIR` th
   --config FILE                 settings from a .toml, .json or .py file; flags override them
   --output-dir DIR              directory of the run (default: a new runs/<time>-reward-model)
   --resume                      go on with the interrupted run in --output-dir
+  --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
   --seed N                      seed of weights, pairs and their order (default: 0)
   --num-threads N               CPU threads of torch
   --quiet                       only the summary
@@ -68,7 +69,7 @@ class _Arguments:
 
 def parse(argv: Sequence[str]) -> _Arguments:
     """Parse the command line. Raises ConfigError; SystemExit for the help and for unknown options."""
-    argv = answer_help(argv, lambda: _Arguments(config=RewardModelConfig()), PROGRAM, SCREEN)
+    argv = write_out_short(answer_help(argv, lambda: _Arguments(config=RewardModelConfig()), PROGRAM, SCREEN), ["log"])
     return parse_flags(argv, _Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
 
 

@@ -22,7 +22,7 @@ from integration.settings.command_line import parse_flags
 from rollouts.config import check_setting
 from rollouts.errors import ConfigError, make_safe
 
-PROGRAM = "rollouts convert"
+PROGRAM = "python -m integration.convert"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,10 @@ from integration.run.exit_status import run_command
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import CommandLine, name_as_typed, parse_command_line
 from integration.settings.config import Config
+from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, make_safe, redact
 
-HELP = """usage: rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--json]
+HELP = """usage: python -m integration.doctor [options of python -m integration.train] [--rows N] [--resume-timeout-s S] [--json]
 
 Examine a run before it starts, with the options that it will have: tokenizer, chat template, loss masks, end of answers,
 reward, log-probs of trainer, engine and transformers, weight sync, splits, resuming, memory and speed. Nothing is written
@@ -35,7 +36,7 @@ but temporary files.
   --resume-timeout-s S   seconds for each of three short runs that show that a killed run goes on with the same numbers; 0 leaves it out
                          (default 300)
   --json                 print the findings as JSON instead of a table
-  --help                 this help; `rollouts train --help` has the options of a run
+  --help                 this help; `python -m integration.train --help` has the options of a run
 
 exit status: 0 = no check failed, 1 = a check failed or could not be made, 2 = the options cannot be used"""
 
@@ -97,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given in (["--help"], ["-h"]):
         with ignore_closed_stdout():
-            print(HELP)
+            print(name_as_started(HELP))
         raise SystemExit(0)
     return run_command(partial(_parse, given), _examine, _goes_online, partial(name_as_typed, given, Config()))
 

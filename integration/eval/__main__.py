@@ -30,18 +30,18 @@ from integration.settings.command_line import (
     value_of,
 )
 from integration.settings.config import SELF_MADE_TASKS, Config
-from integration.settings.help_text import Screen
+from integration.settings.help_text import Screen, name_as_started
 from integration.settings.option_effects import find_changes, spell_option
 from integration.settings.sections import BackendSection, EngineSection, LoRASection
 from integration.settings.task_defaults import create_default_config
 from rollouts.config import CheckpointConfig, check_setting
 from rollouts.errors import ConfigError
 
-PROGRAM = "rollouts eval MODEL [MODEL ...]"
+PROGRAM = "python -m integration.eval"
 _TRAINING = ("sft", "rl", "reference", "critic", "backend", "lora", "checkpoint", "trajectories", "profile", "hardware", "loggers")
 SCREEN = Screen(
     text="""\
-usage: rollouts eval MODEL [MODEL ...] [OPTIONS] [--section.field VALUE ...]
+usage: python -m integration.eval MODEL [MODEL ...] [OPTIONS] [--section.field VALUE ...]
 
 Evaluate models on tasks: accuracy, pass@k, maj@k, rewards and lengths with intervals, and each model against the first.
 
@@ -69,8 +69,8 @@ sections of settings, each with `--help SECTION`; all settings with --help-all:
 {sections}
 
 examples:
-  rollouts eval runs/mine Qwen/Qwen3-0.6B --n 8
-  rollouts eval http://127.0.0.1:8000 --tasks gsm8k=test.jsonl --json
+  python -m integration.eval runs/mine Qwen/Qwen3-0.6B --n 8
+  python -m integration.eval http://127.0.0.1:8000 --tasks gsm8k=test.jsonl --json
 """,
     settings=Config,
     left_out=_TRAINING,
@@ -136,7 +136,8 @@ def parse(argv: Sequence[str]) -> Command:
         base = replace(base, model=replace(base.model, path=models[0]))
     arguments = parse_flags(flags, Arguments(config=base), PROGRAM)
     if not models:
-        raise ConfigError(f"no model is named: {PROGRAM} [OPTIONS], with a run, a model directory or the address of a server as MODEL")
+        usage = f"{name_as_started(PROGRAM)} MODEL [MODEL ...] [OPTIONS]"
+        raise ConfigError(f"no model is named: {usage}, with a run, a model directory or the address of a server as MODEL")
     if len(set(models)) < len(models):
         raise ConfigError(f"a model is named twice ({', '.join(models)}): name each once")
     idle = [name for name in sorted(find_changes(arguments.config, base)) if name.partition(".")[0] in _TRAINING]

@@ -261,7 +261,10 @@ def _parse_call(source: _Source, node: ast.expr, depth: int) -> PresetCall:
     reference = source.references.get(head.col_offset)
     name = head.id if reference is None else reference
     if reference is not None:
-        function = language.load(reference)
+        try:
+            function = language.load(reference)
+        except ConfigError as error:
+            raise ConfigError(f"the {language.what} is {reference!r}: {error}") from error
     elif name in language.names:
         function = language.names[name]
     else:

@@ -19,8 +19,11 @@ import tyro
 
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import parse_flags
+from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, DataError, OutputError, make_safe
 from rollouts.output_files import replace_file
+
+PROGRAM = "python -m integration.report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ def report(arguments: Arguments) -> str:
     Raises: ConfigError for a path that is no run; DataError for a damaged file; OutputError if the file cannot be written.
     """
     if not arguments.paths:
-        raise ConfigError("no run is named: give the directory of a run, for example rollouts report runs/mine")
+        raise ConfigError(f"no run is named: give the directory of a run, for example {name_as_started(PROGRAM)} runs/mine")
     if arguments.max_tokens < 0:
         raise ConfigError(f"--max-tokens is {arguments.max_tokens}, expected at least 1, or 0 for all")
     if arguments.serve and arguments.output is not None:
@@ -74,7 +77,7 @@ def report(arguments: Arguments) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 if a report cannot be made."""
-    arguments = parse_flags(sys.argv[1:] if argv is None else argv, Arguments, "rollouts report")
+    arguments = parse_flags(sys.argv[1:] if argv is None else argv, Arguments, PROGRAM)
     with ignore_closed_stdout():
         try:
             line = report(arguments)

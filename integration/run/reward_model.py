@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import trio
 
+from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers
 from integration.expressions.mixture import parse_columns
 from integration.parts.hub_models import find_models
 from integration.parts.model_settings import check_optimizers
@@ -35,6 +36,7 @@ from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import CheckpointConfig
+from rollouts.config_files import to_dict
 from rollouts.data.datasets import DatasetSpec
 from rollouts.data.model_limits import read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
@@ -56,6 +58,7 @@ PROGRAM = "python -m integration.train_reward_model"
 MAY_CHANGE_ON_RESUME = (
     "output_dir",
     "num_threads",
+    "loggers",
     "training.num_steps",
     "training.checkpoint_every",
     "training.keep_last_n",
@@ -245,6 +248,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
     named = Config(output_dir=config.output_dir)
     precision = config.backend.precision(config.model.device)
     check_optimizers(config.backend, {"training": config.training.optimizer}, precision=precision)
+    check_loggers(config.loggers)
     say = cast("Callable[[str], None]", (lambda text: None) if quiet else partial(print, flush=True))  # pyright: ignore
     recorded, config = find_models(config, quiet=quiet)
     start = create_parts(config, say)  # finds errors of the data before anything is written
@@ -261,7 +265,10 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
         )
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
         progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=quiet, clock=time.monotonic)
-        logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress])
+        earlier = (read_metrics(output_dir / METRICS_FILE) if (output_dir / METRICS_FILE).exists() else []) if resume else None
+        identity = RunIdentity(directory=output_dir, settings=to_dict(config), earlier=earlier)
+        further = create_loggers(config.loggers, identity)
+        logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
         try:
             finished = trio.run(_run_until_stopped, config, output_dir, start, logger, progress.say)
         finally:

@@ -44,7 +44,6 @@ from rollouts.config_files import from_dict, load_config, read_json, suggest, to
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
-_SHORT = re.compile(r"^--(algorithm|environment|log)(?==|$)")
 _LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "environment": "--environment.factory", "log": "--loggers"})
 
 T = TypeVar("T")
@@ -114,7 +113,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         wrong type; SystemExit(0) for --help, --help SECTION and --help-all.
     """
     program = "python -m integration.train"
-    argv = [_SHORT.sub(_write_out, argument) for argument in answer_help(argv, lambda: _Arguments(config=Config()), program)]
+    argv = write_out_short(answer_help(argv, lambda: _Arguments(config=Config()), program))
     base = read_base(argv, _find_default(argv))
     try:
         arguments = parse_flags(argv, _Arguments(config=base), program)
@@ -166,9 +165,10 @@ def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:
     return [argument for argument, name in zip(argv, names, strict=True) if name not in known and ("=" in argument or name[:2] == "--")]
 
 
-def _write_out(short: re.Match[str]) -> str:
-    """Return the full flag of a short one."""
-    return _LONG[short.group(1)]
+def write_out_short(argv: Sequence[str], names: Sequence[str] = tuple(_LONG)) -> list[str]:
+    """Return the arguments with the full flags of short ones, given without hyphens."""
+    short = re.compile(rf"^--({'|'.join(names)})(?==|$)")
+    return [short.sub(lambda found: _LONG[found[1]], argument) for argument in argv]
 
 
 def _find_default(argv: Sequence[str]) -> Config:

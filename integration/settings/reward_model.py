@@ -73,6 +73,9 @@ class RewardModelConfig:
     task: str = "sort"  # built-in task to generate pairs from if data.path is not given: sort or sort-long
     seed: int = 0  # seed of the built-in model's weights, the head, the wrong answers and the order of pairs
     output_dir: str | None = None  # directory of the run; None = a new runs/<time>-reward-model
+    # loggers of metrics besides metrics.jsonl and the display: wandb, tensorboard, trackio, mlflow, with arguments as in
+    # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
+    loggers: tuple[str, ...] = ()
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
     model: ModelSection = field(default_factory=ModelSection)  # the initial model: a language model, or a reward model to train further
     data: PairSection = field(default_factory=PairSection)
@@ -89,6 +92,10 @@ class RewardModelConfig:
                 f"backend.kind is {self.backend.kind!r}, but this command trains a reward model in one process: leave it out, or call "
                 "train_reward_model with create_fsdp_reward_model_backend in a program of your own"
             )
+        if self.loggers:
+            from integration.expressions.loggers import parse_loggers  # imports torch, which the help does not need
+
+            parse_loggers(self.loggers)
         _ = self.loop
 
     @property

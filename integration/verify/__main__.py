@@ -13,14 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
 
-HELP = """usage: rollouts verify RUN [--json]
+PROGRAM = "python -m integration.verify"
+HELP = f"""usage: {PROGRAM} RUN [--json]
 
 Check the directory of a run, also of one that was killed or goes on, and change nothing in it: settings, lines of metrics and of the
 ledger, trajectories, every checkpoint with its checksums and tensors, leftovers of kills, and the step from which --resume would go on.
 
-  RUN       directory of a run, the --output-dir of rollouts train
+  RUN       directory of a run, the --output-dir of python -m integration.train
   --json    print the findings as JSON instead of a table
   --help    this help
 
@@ -30,29 +32,31 @@ exit status: 0 = no check failed, 1 = a check failed, 2 = the path is no run, or
 def parse(argv: Sequence[str]) -> tuple[Path, bool]:
     """Return the directory, and whether to print JSON. Raises ConfigError for anything else on the command line."""
     paths = [argument for argument in argv if not argument.startswith("-")]
+    program = name_as_started(PROGRAM)
     unknown = [argument for argument in argv if argument.startswith("-") and argument != "--json"]
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}: rollouts verify has --json and --help")
+        raise ConfigError(f"unknown option {unknown[0]}: {program} has --json and --help")
     if len(paths) != 1:
-        raise ConfigError(f"found {len(paths)} directories, expected one: rollouts verify RUN, for example rollouts verify runs/mine")
+        raise ConfigError(f"found {len(paths)} directories, expected one: {program} RUN, for example {program} runs/mine")
     return Path(paths[0]), "--json" in argv
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    with ignore_closed_stdout():
-        if "--help" in given or "-h" in given:
-            print(HELP)
-            raise SystemExit(0)
-        try:
-            path, as_json = parse(given)
-            from integration.verify.check_run import check_run  # imports torch, which the help does not need
+    if "--help" in given or "-h" in given:
+        with ignore_closed_stdout():
+            print(name_as_started(HELP))
+        raise SystemExit(0)
+    try:
+        path, as_json = parse(given)
+        from integration.verify.check_run import check_run  # imports torch, which the help does not need
 
-            checked = check_run(path)
-        except (RolloutsError, OSError) as error:
-            print(f"error: {make_safe(redact(str(error)))}", file=sys.stderr)
-            return 2
+        checked = check_run(path)
+    except (RolloutsError, OSError) as error:
+        print(f"error: {make_safe(redact(str(error)))}", file=sys.stderr)
+        return 2
+    with ignore_closed_stdout():
         print(make_safe(redact(json.dumps(checked.to_dict(), indent=2) if as_json else checked.describe())))
     return int(checked.has_failed)
 

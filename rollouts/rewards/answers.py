@@ -93,7 +93,8 @@ def gsm8k_reward(sample: Sample) -> float:
 def load_module(path: Path) -> ModuleType:
     """Run a Python file as a new module. Raises ConfigError if it is not there or cannot be imported."""
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        seen_from = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"there is no file {path}{seen_from}: correct its path")
     # a unique name, under which dataclasses and pickle find the module
     name = f"{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -124,7 +125,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(location)
         except (ImportError, TypeError, ValueError) as error:  # TypeError and ValueError: relative and empty names
-            raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}") from error
+            advice = "install or correct the module, or name a file, FILE.py:NAME"
+            raise ConfigError(f"cannot import {location!r} (from {reference!r}): {error}; {advice}") from error
         except (Exception, SystemExit) as error:  # see load_module
             what = f"{type(error).__name__}: {error} ({locate_error(error)})"
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {what}") from error

@@ -388,7 +388,7 @@ def test_a_configuration_cannot_call_what_makes_no_algorithm(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.json").write_text('{"rl": {"algorithm": "os:system(\'touch evil\')"}}')
     assert main(["--config", "c.json", "--dry-run"]) == 2
-    assert "error: os:system is a builtin_function_or_method" in capsys.readouterr().err
+    assert "error: the algorithm is 'os:system': os:system is a builtin_function_or_method" in capsys.readouterr().err
     assert not (tmp_path / "evil").exists()
 
 

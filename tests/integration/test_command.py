@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from integration.settings.option_effects import COMMAND_OPTIONS, list_options, s
 from integration.settings.other_names import OTHER_NAMES, explain_other_names
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
+ROOT = Path(__file__).parents[2]
 SCRIPT = "import sys; from integration.command import main; sys.exit(main())"
 
 
@@ -42,21 +45,40 @@ def test_each_program_answers(name: str, capsys: pytest.CaptureFixture[str]):
     assert "usage: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["train", "train-reward-model", "view", "reward", "simulate", "eval"])
+NAMED = [name for name in PROGRAMS if name != "completion"]
+"""Programs that answer by either name: a completion is of the command."""
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_a_help_names_the_command_as_it_was_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", ["/usr/bin/rollouts", name])
     with pytest.raises(SystemExit):
         main([name, "--help"])
     out = capsys.readouterr().out
-    assert f"usage: rollouts {name} " in out and "python -m" not in out.splitlines()[0]
-    with pytest.raises(SystemExit):
+    assert f"usage: rollouts {name} " in out and "python -m" not in out
+    with suppress(SystemExit):
         main([name, "--none-such"])
-    assert "python -m" not in capsys.readouterr().err
-    if name != "eval":
-        monkeypatch.setattr("sys.argv", ["/usr/lib/integration/__main__.py"])
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        assert f"usage: python -m integration.{name.replace('-', '_')} " in capsys.readouterr().out
+    told = capsys.readouterr().err
+    assert "rollouts " in told and "python -m" not in told
+    monkeypatch.setattr("sys.argv", ["/usr/lib/integration/__main__.py"])
+    module = f"python -m integration.{name.replace('-', '_')}"
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert f"usage: {module} " in capsys.readouterr().out
+    with suppress(SystemExit):
+        main([name, "--none-such"])
+    told = capsys.readouterr().err
+    assert ("python -m integration.train" if name == "doctor" else module) in told
+
+
+@pytest.mark.parametrize("name", [*NAMED, "completion"])
+def test_a_help_whose_reader_has_left_ends_in_silence(name: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = f"import sys; from integration.command import main; sys.exit(main([{name!r}, '--help']))"
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100, cwd=ROOT)
+    os.close(writer)
+    assert done.returncode == 0 and done.stderr == ""
 
 
 def test_a_folder_called_integration_beside_the_work_does_no_harm(tmp_path: Path):
@@ -64,8 +86,7 @@ def test_a_folder_called_integration_beside_the_work_does_no_harm(tmp_path: Path
     (tmp_path / "integration").mkdir()
     (tmp_path / "integration" / "__init__.py").write_text("raise SystemExit('the wrong one')")
     (tmp_path / "own.py").write_text("from rollouts import grpo, Algorithm\ndef mine() -> Algorithm:\n    return grpo()\n")
-    root = Path(__file__).parents[2]
-    start = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(root)!r}); " + SCRIPT]
+    start = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); " + SCRIPT]
     argv = ["train", "--dry-run", "--mode", "rl", "--rl.algorithm", "own:mine"]
     done = subprocess.run([*start, *argv], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

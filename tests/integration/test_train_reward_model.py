@@ -34,6 +34,21 @@ SMALL = (
     "--training.optimizer.schedule constant"
 ).split() + SIZES  # fmt: skip
 SMALL_RL = "--mode rl --rl.num-steps 1 --rl.prompts-per-step 4 --rl.samples-per-prompt 4 --evaluation.num-prompts 8 --quiet".split() + SIZES
+KEEPER = """
+import json, os
+class Keeper:
+    def __init__(self, path):
+        self.path = path
+    def last_steps(self):
+        lines = open(self.path).read().splitlines() if os.path.exists(self.path) else []
+        return {line["stage"]: line["step"] for line in map(json.loads, lines)}
+    def log(self, metrics, step):
+        with open(self.path, "a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\\n")
+    def finish(self):
+        pass
+keeper = Keeper
+"""
 
 
 def values(path: Path) -> list[dict[str, Any]]:
@@ -71,6 +86,36 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(finished: Path, tmp_
     assert values(tmp_path / "part" / "metrics.jsonl") == values(finished / "metrics.jsonl")
     resumed, whole = (load_reward_model(path / "model").state_dict() for path in (tmp_path / "part", finished))
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_metrics_go_to_further_loggers_in_a_resumed_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A logger that is new in the second part gets the lines of the first one, and one that keeps its lines gets none of them twice."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(KEEPER)
+    part = ["--output-dir", "part", *SMALL]
+    assert main([*part, "--training.num-steps", "2", "--log", "jsonl('copy.jsonl')"]) == 0
+    assert main([*part, "--resume", "--training.num-steps", "4", "--log=own.py:keeper('kept')", "jsonl('more.jsonl')"]) == 0
+    lines = values(tmp_path / "part" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert values(tmp_path / "copy.jsonl") == lines[:3] and values(tmp_path / "more.jsonl") == lines[3:]
+    assert values(tmp_path / "kept") == lines  # it can say what it has, which is nothing at first
+    assert main([*part, "--resume", "--training.num-steps", "5", "--log", "own.py:keeper('kept')"]) == 0
+    assert [line["step"] for line in values(tmp_path / "kept")] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("logger", "told"),
+    [
+        ("jsonl()", "jsonl needs the argument 'path'"),
+        ("mlflow(tracking_uri='http://me:word@host/')", "a secret in the argument 'tracking_uri'"),
+        ("own.py:none", "the logger is 'own.py:none': there is no file own.py in "),
+    ],
+)
+def test_a_logger_that_cannot_be_made_is_told_before_anything_is_written(
+    logger: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["--output-dir", str(tmp_path / "rm"), *SMALL, "--log", logger]) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "rm").exists()
 
 
 async def test_the_pairs_held_out_are_scored_in_micro_batches_of_the_configured_size_before_the_first_step_too(tmp_path: Path):
