@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from doc_pages import check_code
+from page_blocks import check_snippets
 
 from integration.train import main
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "asynchronous.md"
 
 
-def test_the_code_of_the_page_runs(tmp_path: Path):
-    assert check_code(PAGE, tmp_path) > 0
+def test_the_code_of_the_page_prints_what_it_shows(tmp_path: Path):
+    check_snippets(PAGE, tmp_path)
 
 
 def test_commands_of_the_page_are_understood(capsys: pytest.CaptureFixture[str]):

@@ -6,21 +6,29 @@ import re
 from pathlib import Path
 
 import pytest
-from doc_pages import CODE, ROOT, read_blocks
 from forked import run
+from page_blocks import ROOT, read_blocks
 
 from rollouts.backends.jax import backend as torchax_backend
 
+CODE = """
+import os, sys
+
+import pytest
+
+os.chdir(sys.argv[1])
+sys.exit(pytest.main(["-c", "pyproject.toml", "-p", "no:cacheprovider", "-n0", sys.argv[2]]))
+"""
 PAGE = ROOT / "docs" / "backends.md"
+BLOCKS = [text for language, text in read_blocks(PAGE) if language == "python"]
 CONTRACT = ROOT / "tests" / "backends" / "test_backend_contract.py"
 
 
 @pytest.mark.slow
 def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path):
-    blocks = read_blocks(PAGE)
-    assert len(blocks) == 3
+    assert len(BLOCKS) == 3
     file = tmp_path / "test_my_backend.py"
-    file.write_text("\n\n".join(blocks))
+    file.write_text("\n\n".join(BLOCKS))
     status, out, error = run(CODE, ROOT, file, folder=tmp_path / "process")
     assert status == 0, out[-3000:] + error[-1000:]
     (passed,) = re.findall(r"(\d+) passed", out)
@@ -29,7 +37,7 @@ def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path):
 
 
 def test_the_backend_of_the_page_is_short():
-    (code,) = re.findall(r"^class MyBackend:\n.*?(?=\Z)", read_blocks(PAGE)[0], re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^class MyBackend:\n.*?(?=\Z)", BLOCKS[0], re.DOTALL | re.MULTILINE)
     assert len([line for line in code.splitlines() if line.strip()]) <= 32
 
 

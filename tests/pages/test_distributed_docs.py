@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from doc_pages import read_blocks
+from page_blocks import read_blocks
 from rank_processes import start_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
 
 def test_both_programs_of_the_page_run_on_two_processes_with_the_same_numbers(tmp_path: Path):
     printed = []
-    for number, block in enumerate(read_blocks(PAGE)):
+    for number, block in enumerate(text for language, text in read_blocks(PAGE) if language == "python"):
         children = start_ranks(block, 2, folder=tmp_path / str(number))
         assert [child.wait() for child in children] == [0, 0], [child.error for child in children]
         assert children[1].out == ""

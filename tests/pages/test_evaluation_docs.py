@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
+from page_blocks import check_snippets
 
 from integration.eval import __main__ as program
 
@@ -15,11 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "evaluation.md"
 
 
-def test_the_code_of_the_page_runs():
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, str(PAGE), "exec"), names)
-    names["test_estimates_from_scored_samples"]()
+def test_the_code_of_the_page_prints_what_it_shows(tmp_path: Path):
+    check_snippets(PAGE, tmp_path)
 
 
 def find_commands() -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
-from forked import run
+from page_blocks import check_snippets
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.preference_pairs import prepare_preference_pair
@@ -21,13 +22,13 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_code_of_the_page_runs(tmp_path: Path):
-    file = tmp_path / "test_page.py"
-    file.write_text("\n\n".join(blocks("python")))
-    code = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))"
-    status, out, error = run(code, "-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", file, folder=tmp_path / "run")
-    assert status == 0, out[-3000:] + error[-1000:]
-    assert "5 passed" in out, out[-500:]
+def test_the_code_of_the_page_prints_what_it_shows(tmp_path: Path):
+    printed = check_snippets(PAGE, tmp_path, measured=("held-out pairs", "loss:"))
+    (right,) = re.findall(r"^held-out pairs ranked right: (\S+)$", printed, re.MULTILINE)
+    ((first, last),) = re.findall(r"^loss: (\S+) -> (\S+)$", printed, re.MULTILINE)
+    assert float(right) > 0.9
+    assert abs(float(first) - math.log(2)) < 1e-4, "policy and reference agree at first: every pair is a coin's toss"
+    assert float(last) < 0.9 * float(first)
 
 
 def test_the_rows_of_the_page_are_pairs():

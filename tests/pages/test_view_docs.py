@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from page_blocks import check_snippets, list_snippets
 
 from integration.settings.command_line import parse_command_line
 from integration.view.__main__ import Arguments
@@ -17,11 +18,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "viewing.md"
 
 
-def test_the_code_of_the_page_runs(tmp_path: Path):
+def test_the_code_of_the_page_prints_what_it_shows(tmp_path: Path):
+    check_snippets(PAGE, tmp_path)
+
+
+def test_the_condition_of_the_page_finds_long_answers_that_were_right():
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE):
-        exec(compile(block, str(PAGE), "exec"), names)
-    names["test_files_of_ones_own"](tmp_path)
+    exec(list_snippets(PAGE)[0][0], names)
     assert names["is_odd"](Sample(reward=1.0, response="x" * 200)) and not names["is_odd"](Sample(reward=1.0))
 
 

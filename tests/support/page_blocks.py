@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from forked import run
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
@@ -85,3 +87,51 @@ def find_missing(expected: str, printed: str) -> list[str]:
 def normalize(line: str) -> str:
     """A line without its numbers, bars and spaces."""
     return " ".join(re.sub(r"#+|[+-](?= |$)", "", NUMBER.sub("N", line)).split())
+
+
+MARK = "=== snippet"
+
+
+def list_snippets(page: Path, section: str = "") -> list[tuple[str, str]]:
+    """The Python blocks of a page, or of one of its sections, that are not files, each with the text shown below it ("" = none)."""
+    text = page.read_text()
+    if section:
+        text = re.split(r"^## ", text.split(f"\n## {section}\n")[1], flags=re.MULTILINE)[0]
+    blocks = BLOCK.findall(text)
+    following = [*blocks[1:], ("", "")]
+    return [
+        (block, below if kind == "text" else "")
+        for (language, block), (kind, below) in zip(blocks, following, strict=True)
+        if language == "python" and not re.match(r"# [\w-]+\.\w+\n", block)
+    ]
+
+
+def is_shown(shown: str, printed: str, measured: tuple[str, ...] = ()) -> bool:
+    """Whether a page shows what was printed. `...` stands for any lines, or for a part of its line; a line with one of the words of
+    `measured` may have other numbers."""
+    pattern = ""
+    for line in shown.splitlines():
+        numbers = any(word in line for word in measured)
+        parts = [part.split("...") for part in (NUMBER.split(line) if numbers else [line])]
+        written = NUMBER.pattern.join(".*".join(map(re.escape, part)) for part in parts)
+        pattern += r"(?:.*\n)*?" if line == "..." else written + r"\n"
+    return re.fullmatch(pattern, printed) is not None
+
+
+def check_snippets(page: Path, folder: Path, measured: tuple[str, ...] = (), section: str = "", left_out: str | None = None) -> str:
+    """Run the snippets of a page one after the other, as one program in a directory of its own, and compare what each prints with the page.
+
+    Snippets that contain `left_out` are not run. Returns everything that was printed.
+    """
+    snippets = [snippet for snippet in list_snippets(page, section) if left_out is None or left_out not in snippet[0]]
+    assert any(shown for _, shown in snippets), f"{page.name} shows nothing of what is printed"
+    work = folder / "work"
+    work.mkdir()
+    write_files(page, work)
+    code = f"import os, sys\nos.chdir({str(work)!r})\nsys.path.insert(0, '')\n"
+    status, out, error = run(code + "".join(f"print({MARK!r})\n{snippet}\n" for snippet, _ in snippets), folder=folder / "process")
+    printed = out.split(f"{MARK}\n")[1:]
+    assert status == 0, f"{page.name}, snippet {len(printed)}: {out[-2000:]}\n{error[-3000:]}"
+    for (snippet, shown), text in zip(snippets, printed, strict=True):
+        assert is_shown(shown, text, measured), f"{page.name} shows\n{shown}below\n{snippet}\nwhich printed\n{text}"
+    return "".join(printed)
