@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import trio
+from safetensors.torch import save_file
 from test_fleet import LONG, PARAMS, count_requests, fakes, fleet_of, generate_all, sync
 
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import MemberState
+from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.errors import EngineError
 from rollouts.testing import FakeEngine
 from rollouts.types import Completion
@@ -283,3 +288,120 @@ async def test_those_behind_a_large_request_that_gives_up_are_served_at_once(aut
         scope.cancel()
         await trio.sleep(0.5)
         assert count_requests(engine) == 2
+
+
+async def lose_all_weights(fleet: EngineFleet) -> None:
+    """Cancel updates of which no member knows how much it has, and which nobody can give again, nor what was there before."""
+    while MemberState.SERVING in states(fleet):
+        with trio.move_on_after(5.0) as waited:
+            await fleet.update_weights_with(lambda engine: engine.update_weights({}, 1), 1)
+        assert waited.cancelled_caught
+
+
+async def test_where_nobody_has_weights_requests_fail_by_name_and_the_next_sync_brings_all_back(autojump_clock):
+    engines, said = create_careless(3), list[str]()
+    async with fleet_of(engines, said) as fleet:
+        await lose_all_weights(fleet)
+        with trio.fail_after(61.0), pytest.raises(EngineError) as raised:
+            await fleet.generate((3,), PARAMS)
+        for engine in engines:
+            assert f"({engine.name}) is down" in str(raised.value)
+        assert "the fleet was not told where these weights are" in str(raised.value)
+        assert all(engine.content == "half" for engine in engines)
+        with trio.fail_after(15.0):
+            answer = await sync(fleet, 2)
+        assert (answer["num_engines"], answer["failed"], states(fleet)) == (3, {}, [MemberState.SERVING] * 3)
+        assert set(said[-3:]) == {f"{member.name} is back with weight version 2" for member in fleet.members}
+        assert [engine.content for engine in engines] == ["version 2"] * 3
+        assert {c.output_versions for c in (await generate_all(fleet, 6)).values()} == {(2,) * 10}
+
+
+async def test_members_that_served_nobody_serve_nobody_after_a_sync_that_they_do_not_take(autojump_clock):
+    engines = create_careless(3)
+    async with fleet_of(engines) as fleet:
+        await lose_all_weights(fleet)
+        for engine in engines:
+            engine._update_error = EngineError("no disk")
+        with (
+            trio.fail_after(15.0),
+            pytest.raises(EngineError, match=r"3 of 3 engines .* did not take weight version 2.*none does now") as raised,
+        ):
+            await sync(fleet, 2)
+        assert str(raised.value).count("no disk") == 3
+        assert states(fleet) == [MemberState.DOWN] * 3
+        engines[0]._update_error = None
+        engines[1]._error_for = lambda prompt, seed: EngineError("out of memory")  # takes weights, but generates nothing
+        engines[1]._update_error = None
+        with pytest.raises(EngineError, match=r"2 of 3 engines .*did not take weight version 3") as raised:
+            await sync(fleet, 3)
+        assert "out of memory" in str(raised.value) and "no disk" in str(raised.value)
+        assert states(fleet) == [MemberState.SERVING, MemberState.DOWN, MemberState.DOWN]
+
+
+async def test_a_member_that_cannot_generate_does_not_serve_because_a_sync_of_it_failed(autojump_clock):
+    engines = fakes(2, update_error=EngineError("no disk"), error_for=lambda prompt, seed: EngineError("out of memory"))
+    async with fleet_of(engines, first_wait_s=100.0, longest_wait_s=100.0) as fleet:
+        with pytest.raises(EngineError, match="no engine of the fleet serves"):
+            await fleet.generate((3,), PARAMS)
+        with pytest.raises(EngineError, match=r"2 of 2 engines .*no disk"):
+            await sync(fleet, 1)
+        assert states(fleet) == [MemberState.DOWN] * 2
+
+
+async def test_a_sync_where_nobody_answers_ends_after_the_patience_and_names_each_member(autojump_clock):
+    engines = fakes(2)
+    async with fleet_of(engines, patience_s=20.0) as fleet:
+        for engine in engines:
+            engine.kill(f"{engine.name} was preempted")
+            fleet.report_down(engine, "it ended")
+        with trio.fail_after(21.0), pytest.raises(EngineError, match=r"was given to nobody.*a was preempted.*b was preempted"):
+            await sync(fleet, 1)
+        begin = trio.current_time()
+        with pytest.raises(EngineError, match="given to nobody"):  # it has been patient before
+            await sync(fleet, 2)
+        assert trio.current_time() - begin < 2.0
+        engines[1].revive(0)
+        assert (await sync(fleet, 3))["num_engines"] == 1
+        assert states(fleet) == [MemberState.DOWN, MemberState.SERVING]
+
+
+async def test_a_sync_of_members_that_served_nobody_can_be_cancelled_at_any_moment(autojump_clock):
+    for seconds in (0.0, 0.5, 1.0, 5.0, 10.0, 10.5, 11.0):
+        engines = create_careless(2)
+        for engine in engines:
+            engine._seconds_per_token = 1.0
+        async with fleet_of(engines, updates_at_once=1) as fleet:
+            await lose_all_weights(fleet)
+            with trio.move_on_after(seconds):
+                await fleet.update_weights_with(lambda engine: engine.update_weights({}, 2), 2)
+            for engine, state in zip(engines, states(fleet), strict=True):
+                assert state in (MemberState.DOWN, MemberState.SERVING), f"after {seconds} s"
+                assert state is MemberState.DOWN or engine.content == "version 2", f"after {seconds} s"
+            assert (await sync(fleet, 3))["num_engines"] >= 1
+            await trio.sleep(60.0)
+            assert [engine.content for engine in engines] == ["version 3"] * 2
+
+
+async def test_files_that_were_replaced_are_not_given_as_the_weights_that_they_were(tmp_path: Path):
+    def write(value: float, version: int) -> None:
+        save_file({"w": torch.full((int(value),), value)}, tmp_path / "model.safetensors")
+        (tmp_path / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": version}))
+
+    engines = fakes(2, seconds_per_token=0.0)
+    async with fleet_of(engines, first_wait_s=0.01, longest_wait_s=0.01) as fleet:
+        write(1.0, 1)
+        await fleet.update_weights_from_checkpoint(tmp_path)
+        write(2.0, 1)  # other weights under the same name and version
+        engines[0].kill()
+        fleet.report_down(engines[0], "it ended")
+        engines[0].revive(0)
+        with trio.fail_after(60.0):
+            while "no longer holds the files" not in fleet.members[0].reason and states(fleet)[0] is MemberState.DOWN:
+                await trio.sleep(0.01)
+        assert (engines[0].weight_version, states(fleet)[0]) == (0, MemberState.DOWN), "it was given none"
+        write(3.0, 2)
+        await fleet.update_weights_from_checkpoint(tmp_path)
+        with trio.fail_after(60.0):
+            while states(fleet) != [MemberState.SERVING] * 2:
+                await trio.sleep(0.01)
+        assert engines[0].weight_version == 2

@@ -1000,6 +1000,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            pass",
         ("engines/test_fleet.py::test_a_member_that_comes_back_gets_the_weights_before_it_is_used",),
     ),
+    Mutation(
+        "engines/fleet/updates.py",
+        "a sync waits for a member that serves, although all lack nothing but weights",
+        "                if progress.was_out:\n                    progress.members = await self._health.find_alive()\n",
+        "",
+        ("engines/test_fleet_updates.py::test_where_nobody_has_weights_requests_fail_by_name_and_the_next_sync_brings_all_back",),
+    ),
+    Mutation(
+        "engines/fleet/updates.py",
+        "a member that was down serves again although it did not take the weights",
+        "            if not progress.updated and not progress.was_out:",
+        "            if not progress.updated:",
+        ("engines/test_fleet_updates.py::test_a_member_that_cannot_generate_does_not_serve_because_a_sync_of_it_failed",),
+    ),
+    Mutation(
+        "engines/fleet/health.py",
+        "a member is given what stands now where the weights of the fleet stood",
+        "if weights.fingerprint is not None and",
+        "if False and",
+        ("engines/test_fleet_updates.py::test_files_that_were_replaced_are_not_given_as_the_weights_that_they_were",),
+    ),
     # Generation, agents and chat
     Mutation(
         "generation/workflows.py",

@@ -31,6 +31,7 @@ from rollouts.engines.protocol import (
     get_engine_features,
     require_engine_feature,
 )
+from rollouts.engines.weights.checkpoint_check import read_fingerprint
 from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
@@ -141,7 +142,7 @@ class EngineFleet:
             versions = ", ".join(f"{member.name}: {found[member]}" for member in members if member in found)
             raise EngineError(f"the engines of {self.name} have different weight versions ({versions}): give all of them the same weights")
         version = next(iter(found.values()))
-        self._health.weights = FleetWeights(version, self._initial_weights)
+        self._health.weights = await trio.to_thread.run_sync(_describe_directory, version, self._initial_weights)
         assert self._nursery is not None, "the fleet was not entered"
         for member in members:
             member.version = version
@@ -200,7 +201,8 @@ class EngineFleet:
         self._requests.check_not_closed()
         path = Path(checkpoint_path)
         version = await trio.to_thread.run_sync(_read_version, path, self._health.weights.version + 1)
-        return await self._updates.update(FleetWeights(version, path), lambda engine: engine.update_weights_from_checkpoint(path))
+        weights = await trio.to_thread.run_sync(_describe_directory, version, path)
+        return await self._updates.update(weights, lambda engine: engine.update_weights_from_checkpoint(path))
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
         """Give the same weights to every member. They are kept for members that come back. Returns and raises as above."""
@@ -400,6 +402,10 @@ async def _tell_each(members: Iterable[Member], tell: Callable[[InferenceEngine]
         async with trio.open_nursery() as nursery:
             for member in tuple(members):
                 nursery.start_soon(tell, member.engine)
+
+
+def _describe_directory(version: int, path: Path | None) -> FleetWeights:
+    return FleetWeights(version) if path is None else FleetWeights(version, path, read_fingerprint(path))
 
 
 def _read_version(path: Path, following: int) -> int:

@@ -8,6 +8,7 @@ or take them, and generate a token that carries their version.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from rollouts.engines.fleet.members import FleetConfig, Member, MemberState, Roster
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature, require_engine_feature
-from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
+from rollouts.engines.weights.checkpoint_check import Fingerprint, read_fingerprint
+from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout, raise_single_errors
 from rollouts.types import SamplingParams
 
 _TEST_TOKEN = 3
@@ -30,6 +32,7 @@ class FleetWeights:
 
     version: int
     directory: Path | None = None
+    fingerprint: Fingerprint | None = None  # fingerprint of the directory's files; None = do not compare it before they are given again
     tensors: Mapping[str, Tensor] | None = None
 
     @property
@@ -52,6 +55,7 @@ async def give_weights(member: Member, weights: FleetWeights) -> None:
             taker = require_engine_feature(member.engine, EngineFeature.MEMORY_UPDATES, "an update of a fleet in memory")
             answer = await taker.update_weights(weights.tensors, weights.version)
         elif weights.directory is not None:
+            await _check_files(member, weights, weights.directory)
             answer = await member.engine.update_weights_from_checkpoint(weights.directory)
         else:
             raise EngineError(
@@ -59,6 +63,15 @@ async def give_weights(member: Member, weights: FleetWeights) -> None:
                 "the weights, or pass initial_weights="
             )
         await confirm_update(member, answer, weights.version)
+
+
+async def _check_files(member: Member, weights: FleetWeights, directory: Path) -> None:
+    """Raise EngineError if the files of the weights were replaced or removed since the fleet was given them."""
+    if weights.fingerprint is not None and await trio.to_thread.run_sync(read_fingerprint, directory) != weights.fingerprint:
+        raise EngineError(
+            f"{member.name} cannot be given weight version {weights.version} again: {directory} no longer holds the files that were "
+            "synced. Sync the weights, and export each version to a directory of its own, which stays until the next sync has succeeded"
+        )
 
 
 async def confirm_update(member: Member, answer: Mapping[str, Any], version: int) -> None:
@@ -143,11 +156,8 @@ class FleetHealth:
 
     async def join(self, member: Member) -> None:
         """Give a member that does not serve the weights of the fleet, unless it has them, and let it serve. Raises EngineError."""
-        member.is_returning = True
-        try:
+        async with member.returning:
             await self._join(member)
-        finally:
-            member.is_returning = False
 
     async def _join(self, member: Member) -> None:
         while True:
@@ -156,7 +166,7 @@ class FleetHealth:
             found = await self._try_version(member)
             if member.needs_weights or found != weights.version:
                 await give_weights(member, weights)
-            await self._generate_token(member, weights.version)
+            await self.generate_token(member, weights.version)
             async with self.updating:
                 if weights is self.weights:
                     member.version, member.needs_weights = weights.version, False
@@ -171,7 +181,8 @@ class FleetHealth:
         except EngineProtocolError:
             return None
 
-    async def _generate_token(self, member: Member, version: int) -> None:
+    async def generate_token(self, member: Member, version: int) -> None:
+        """Let a member that comes back generate a token, which must carry the version. Raises EngineError."""
         params = SamplingParams(max_tokens=1)
         completions: list[tuple[int, ...]] = []
         try:
@@ -201,13 +212,44 @@ class FleetHealth:
             if member.state is not MemberState.DOWN:
                 return
             try:
-                await self.join(member)
+                with trio.CancelScope() as member.attempt:
+                    await self.join(member)
+                if member.attempt.cancelled_caught:
+                    continue
             except EngineError as error:
+                if member.is_in(MemberState.UPDATING):  # a sync has taken it over
+                    return
                 member.num_failures += 1
                 member.reason = f"{type(error).__name__}: {error}"
                 member.interrupt()
             else:
                 if not member.is_in(MemberState.SERVING):
                     return
-                self.num_returns += 1
-                self._say(f"{member.name} is back with weight version {member.version}")
+                self.note_return(member)
+
+    def note_return(self, member: Member) -> None:
+        """Note that a member that was down serves again."""
+        self.num_returns += 1
+        self._say(f"{member.name} is back with weight version {member.version}")
+
+    async def find_alive(self) -> list[Member]:
+        """Return the members that are down but answer, by number: weights may be all that they lack."""
+        alive: set[Member] = set()
+
+        async def ask(member: Member) -> None:
+            with suppress(EngineError):
+                await self._try_version(member)
+                alive.add(member)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for member in self._roster.members.values():
+                    if member.state is MemberState.DOWN:
+                        nursery.start_soon(ask, member)
+        return [member for member in self._roster.members.values() if member in alive and member.state is MemberState.DOWN]
+
+    async def end_attempt(self, member: Member) -> None:
+        """End a member's attempt to come back, so that it can be given other weights. Its state is no longer DOWN: no other begins."""
+        member.attempt.cancel()
+        async with member.returning:
+            pass

@@ -111,7 +111,8 @@ class Member:
         self.since = 0.0  # trio's time at which it entered its state
         self.num_failures = 0  # failures in a row
         self.needs_weights = False  # must be given weights, whatever version it reports
-        self.is_returning = False  # being asked, waiting for the weights of the fleet, or loading them
+        self.returning = trio.Lock()  # held while it is asked, waits for the weights of the fleet, or loads them
+        self.attempt = trio.CancelScope()  # scope of its newest attempt to come back
         self.calls: set[Call] = set()
         self.num_requests = self.num_tokens = 0  # reserved or in flight
         self.became_idle = trio.Event()
@@ -137,7 +138,7 @@ class Member:
         """Public state of the member."""
         return MemberStatus(
             number=self.number, name=self.name, state=self.state, since=self.since, version=self.version, num_requests=self.num_requests,
-            num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason, is_returning=self.is_returning,
+            num_tokens=self.num_tokens, num_failures=self.num_failures, reason=self.reason, is_returning=self.returning.locked(),
         )  # fmt: skip
 
     def is_in(self, *states: MemberState) -> bool:
@@ -264,19 +265,19 @@ class Roster:
         ]
         return "; ".join([*lines, *self.gone[-8:]]) or "it has no members"
 
-    async def wait_serving(self, what: str) -> None:
-        """Wait until a member serves.
+    async def wait_serving(self, what: str, longest_s: float) -> None:
+        """Wait until a member serves, or for longest_s.
 
         Args:
             what: consequence of the timeout, for the error.
 
         Raises: EngineError after patience_s.
         """
-        while not self.serving():
-            end = self._get_patience_end()
-            with trio.move_on_at(end) as waited:
+        expires = trio.current_time() + longest_s
+        while not self.serving() and trio.current_time() < expires:
+            with trio.move_on_at(min(expires, self._get_patience_end())):
                 await self._changed.wait()
-            if waited.cancelled_caught or trio.current_time() >= self._get_patience_end():
+            if not self.serving() and trio.current_time() >= self._get_patience_end():
                 raise EngineError(f"{what}: no engine of {self.name} serves: {self.describe()}")
 
     async def wait_change(self) -> None:

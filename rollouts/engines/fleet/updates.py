@@ -22,6 +22,7 @@ class _Progress:
     """Progress of an update."""
 
     members: Sequence[Member] = ()  # members to update
+    was_out: bool = False  # whether no member served, so that these are down: they serve only if they take the weights
     begun: set[Member] = field(default_factory=set[Member])  # members that may have been told of the weights
     updated: list[Member] = field(default_factory=list[Member])
     failures: dict[Member, EngineError] = field(default_factory=dict[Member, EngineError])
@@ -38,19 +39,28 @@ class FleetUpdates:
     async def update(self, weights: FleetWeights, give: Give) -> Mapping[str, Any]:
         """Update every member that serves. Members that are down get the weights when they come back.
 
+        If no member serves, those that are down but answer are updated: they may lack nothing but weights, because an earlier update
+        failed half-way and what they had before cannot be given again.
+
         Returns: {"success": True, "weight_version", "num_engines", "update_s", "failed": {name: reason}}.
-        Raises: EngineError if no member took the weights, and then all that did not die serve the old ones; or if one did not and failures
-            are not excluded: then members that took them serve the new ones, and the others are down until they have them.
+        Raises: EngineError if no member took the weights, and then all that served, and did not die, serve the old ones; or if one did not
+            and failures are not excluded: then members that took them serve the new ones, and the others are down until they have them;
+            or if no member answered for patience_s.
         """
         begin = trio.current_time()
-        progress = _Progress()
+        progress, num_tries = _Progress(), 0
         while not progress.begun:  # members that serve may go down before they are told
-            # not under the lock, which a member needs to come back
-            await self._roster.wait_serving(f"weight version {weights.version} was given to nobody")
             async with self._health.updating:
                 progress.members = self._roster.serving()
+                progress.was_out = not progress.members
+                if progress.was_out:
+                    progress.members = await self._health.find_alive()
                 if progress.members:
                     await self._update_members(progress, weights, give)
+            if not progress.begun:  # not under the lock, which a member needs to come back
+                num_tries += 1
+                wait_s = self._config.wait_before_try(num_tries)
+                await self._roster.wait_serving(f"weight version {weights.version} was given to nobody", wait_s)
         self._check(progress, weights.version)
         return {
             "success": True,
@@ -66,12 +76,13 @@ class FleetUpdates:
                 await self._update_all(progress, weights, give)
             finally:
                 self._settle(progress, weights)
-            if not progress.updated:
+            if not progress.updated and not progress.was_out:
                 await self._keep_serving(progress.failures)
         finally:
             for member, failure in progress.failures.items():
                 if member.state is MemberState.UPDATING:  # the version of this member was not asked
-                    self._health.take_down(member, f"it did not take weight version {weights.version}: {failure}")
+                    reason = f"it did not take weight version {weights.version}: {failure}"
+                    self._health.take_down(member, reason, needs_weights=progress.was_out)
 
     async def _update_all(self, progress: _Progress, weights: FleetWeights, give: Give) -> None:
         waiting = iter(progress.members)
@@ -79,9 +90,11 @@ class FleetUpdates:
 
         async def work() -> None:
             for member in waiting:
-                if member.state is not MemberState.SERVING:  # it died, or left, while others were updated
-                    continue
+                if member.state is not (MemberState.DOWN if progress.was_out else MemberState.SERVING):
+                    continue  # it died, or left, while others were updated
                 self._roster.set_state(member, MemberState.UPDATING, "it is being given new weights")
+                if progress.was_out:
+                    await self._health.end_attempt(member)
                 if self._config.drain_s:
                     with trio.move_on_after(self._config.drain_s):
                         await member.wait_idle()
@@ -90,13 +103,15 @@ class FleetUpdates:
                     with member.take_weights(weights.version):
                         answer = await give(member.engine)
                         await confirm_update(member, answer, weights.version)
+                    if progress.was_out:
+                        await self._health.generate_token(member, weights.version)
                 except EngineError as error:
                     progress.failures[member] = error
                     continue
                 member.version, member.needs_weights = weights.version, False
                 progress.updated.append(member)
-                if at_once is not None and member.is_in(MemberState.UPDATING):  # else it was told to leave, or was found dead
-                    self._roster.set_state(member, MemberState.SERVING)
+                if at_once is not None:
+                    self._serve(progress, member)
 
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
@@ -112,8 +127,7 @@ class FleetUpdates:
             self._health.weights = weights
             self._roster.forget_homes()
         for member in updated:
-            if member.state is MemberState.UPDATING:
-                self._roster.set_state(member, MemberState.SERVING)
+            self._serve(progress, member)
         is_new = self._health.weights is weights
         for member in progress.members:
             if member in updated:
@@ -125,8 +139,17 @@ class FleetUpdates:
                 self._health.take_down(member, f"its update to weight version {version} was cancelled", needs_weights=True)
             elif is_new and member.state in (MemberState.SERVING, MemberState.UPDATING):
                 self._health.take_down(member, f"an update to weight version {version} was cancelled before it had these weights")
+            elif member.state is MemberState.UPDATING and progress.was_out:
+                self._health.take_down(member, f"an update to weight version {version} was cancelled before it had begun")
             elif member.state is MemberState.UPDATING:  # its requests were still ending
                 self._roster.set_state(member, MemberState.SERVING)
+
+    def _serve(self, progress: _Progress, member: Member) -> None:
+        if member.state is not MemberState.UPDATING:  # it serves already, was told to leave, or was found dead
+            return
+        self._roster.set_state(member, MemberState.SERVING)
+        if progress.was_out:
+            self._health.note_return(member)
 
     async def _keep_serving(self, failures: Mapping[Member, EngineError]) -> None:
         """After an update that no member took, keep members serving that still have the old weights."""
@@ -159,6 +182,8 @@ class FleetUpdates:
             "; ".join(f"{member.name}: {type(error).__name__}: {error}" for member, error in failures.items()) or self._roster.describe()
         )
         state = "All go on with the weights that they had, as far as they live"
+        if progress.was_out:
+            state = "None of them served before, and none does now: the next sync is given to all that answer"
         if has_new:
             state = (
                 f"{', '.join(member.name for member in has_new)} serve the new weights; the others get no requests until they have them. "
