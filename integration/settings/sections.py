@@ -354,6 +354,15 @@ class LoRASection:
         return LoRAConfig(**vars(self), seed=seed) if self.rank else None
 
 
+_KEY_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
+
+
+def _names_key(argument: str) -> bool:
+    """Whether an argument of a server is a flag for a key; servers take --api_key and abbreviations, too."""
+    name = argument.split("=")[0].lower().replace("_", "-")
+    return len(name) >= len("--api") and any(flag.startswith(name) for flag in _KEY_FLAGS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
     """The inference engine: embedded in this process, or SGLang or vLLM servers, launched by the run or already running."""
@@ -461,7 +470,7 @@ class EngineSection:
                     f"engine.urls has {redact(url)!r}, a user, a password or a query in an address, which the files and messages of a run "
                     "would show: give http://host:port, export the key as a variable, and name it by --engine.api-key-variable"
                 )
-        if any(argument.split("=")[0] in ("--api-key", "--admin-api-key", "--hf-token") for argument in self.extra_args):
+        if any(_names_key(argument) or redact(argument) != argument for argument in self.extra_args):
             raise ConfigError(
                 "engine.extra_args has a key, which the files of a run and the list of processes would show: export it as the variable "
                 "that the server reads (VLLM_API_KEY, HF_TOKEN), and name it by --engine.api-key-variable if requests need it"

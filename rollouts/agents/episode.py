@@ -17,7 +17,7 @@ from rollouts.data.samples import describe_sample
 from rollouts.environments.calls import open_environment, reset_environment, step_environment
 from rollouts.environments.observations import copy_json, find_non_json, observation_to_json, observation_to_messages
 from rollouts.environments.protocol import Environment, EnvironmentStep
-from rollouts.errors import DataError, EngineContextError
+from rollouts.errors import DataError, EngineContextError, redact
 from rollouts.generation.single_turn import make_request_id
 from rollouts.outcomes import EpisodeOutcome, EpisodeStep, Failure, StopReason
 from rollouts.seeds import derive_seed
@@ -173,7 +173,7 @@ class Course:
             if not self._steps:
                 raise
             self._steps[-1] = replace(self._steps[-1], is_done=True)
-            self._stop_reason, self._error = StopReason.CONTEXT, str(error)
+            self._stop_reason, self._error = StopReason.CONTEXT, redact(str(error))
             _logger.debug("%s ends before turn %d: %s", describe_sample(self._pending), turn, error)
             return None
         if self._conversation is not None and not action.tokens:
@@ -248,7 +248,7 @@ class Course:
 
     def fail(self, failure: Failure, error: Exception) -> None:
         """End the episode as failed, to be dropped."""
-        self._stop_reason, self._failure, self._error = StopReason.ERROR, failure, f"{type(error).__name__}: {error}"
+        self._stop_reason, self._failure, self._error = StopReason.ERROR, failure, redact(f"{type(error).__name__}: {error}")
         _logger.warning("%s failed (%s): %s", describe_sample(self._pending), failure.value, error)
 
     def finish(self) -> Episode:

@@ -22,7 +22,7 @@ import trio
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.data.samples import describe_sample, forget_turn_rewards
-from rollouts.errors import ConfigError, RewardError, locate_error
+from rollouts.errors import ConfigError, RewardError, locate_error, redact
 from rollouts.outcomes import RewardDetails
 from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, parse_result
 from rollouts.types import Group, Sample, Status
@@ -125,7 +125,7 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
         elif config.on_error == "zero":
             logging.getLogger(__name__).warning("the reward of a sample is set to 0: %s", judgement.error)
             judged = forget_turn_rewards(group[k])
-            details = replace(group[k].reward_details or RewardDetails(), error=str(judgement.error))
+            details = replace(group[k].reward_details or RewardDetails(), error=redact(str(judgement.error)))
             scored[k] = replace(judged, reward=0.0, reward_details=details)
         else:
             raise judgement.error

@@ -192,7 +192,13 @@ def test_each_need_says_what_to_do():
         assert re.fullmatch(r"needs .+: (set|install|pip install|run|allow) .+", reason), reason
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.ipynb"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").glob("*.ipynb")),
+]
 
 
 @of_each([*SOURCES, *PAGES, ROOT / "pyproject.toml", ROOT / ".ci" / "run"])

@@ -66,7 +66,7 @@ def test_the_source_distribution_holds_docs_examples_and_tests(built: Path):
     for folder in ("docs", "examples", "tests", "tools", "benchmarks", "rollouts", "integration", ".ci"):
         missing = list_files(folder) - names
         assert not missing, sorted(missing)[:10]
-    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "setup.py", "mkdocs.yml"} <= names
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "pyproject.toml", "setup.py", "mkdocs.yml"} <= names
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

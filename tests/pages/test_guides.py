@@ -51,7 +51,7 @@ def test_links_of_a_guide_lead_somewhere(name: str):
         assert (ROOT / "docs" / target).exists(), f"{name} links to {target}"
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OF_OTHERS = {"coming-from.md", "coming-from-trl.md", "coming-from-verl.md", "parity.md"}  # pages whose names are those of other projects
 OF_METRICS = {"metrics.md"}  # tests/pages/test_metrics_page.py
 NOT_OURS = {"load_inplace", "io_uring"}  # of vLLM and of Linux

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import socket
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 from forked import Child
+from listeners import assert_loopback
 from torch.distributed import TCPStore
 
 from rollouts.algorithms.loss_weights import token_mean
@@ -147,16 +147,8 @@ def forbid_pickles(backends, *own) -> None:
 
 
 def assert_loopback_only() -> None:
-    """This process listens at addresses of 127.0.0.0/8 alone."""
-    own = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            columns = line.split()
-            if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:  # listens
-                found.append(columns[1])
-    assert found, "it listens nowhere"
-    assert all(re.fullmatch("[0-9A-F]{6}7F:[0-9A-F]{4}", address) for address in found), found
+    """This process listens at addresses of the loopback interface alone."""
+    assert_loopback([os.getpid()])
 
 
 def return_function(backends):

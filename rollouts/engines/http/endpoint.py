@@ -26,6 +26,7 @@ import trio
 
 from rollouts.engines.http.connection import KeptConnectionLost, ServerHungUp
 from rollouts.engines.http.errors import (
+    create_hider,
     create_status_error,
     describe_server_error,
     describe_transport_error,
@@ -139,6 +140,7 @@ class HTTPEndpoint:
         if max_connections < 1:
             raise ConfigError(f"max_connections is {max_connections}, expected at least 1")
         self._headers = _create_headers(httpx.URL(self.base_url), api_key)
+        self._hide = create_hider(api_key)
         self._deadlines = deadlines or Deadlines()
         self._retry = retry or RetryPolicy()
         self._generations = trio.CapacityLimiter(max_connections)
@@ -176,11 +178,11 @@ class HTTPEndpoint:
         Raises: EngineTimeout, EngineStatusError, EngineProtocolError; EngineError if the server cannot be reached or hung up, or after the
             end of the endpoint's block.
         """
-        return parse_json(await self._call("POST", path, body, kind, idempotent, params), self._url(path, params))
+        return parse_json(await self._call("POST", path, body, kind, idempotent, params), self._url(path, params), self._hide)
 
     async def get_json(self, path: str, *, kind: CallKind = "control", params: Mapping[str, str] | None = None) -> Any:
         """GET and return the parsed answer. Raises as post_json."""
-        return parse_json(await self._call("GET", path, None, kind, True, params), self._url(path, params))
+        return parse_json(await self._call("GET", path, None, kind, True, params), self._url(path, params), self._hide)
 
     async def post_text(
         self, path: str, body: Any = None, *, kind: CallKind = "control", idempotent: bool = False, params: Mapping[str, str] | None = None
@@ -239,7 +241,7 @@ class HTTPEndpoint:
                     is_done = True
                     expires = min(expires, trio.current_time() + LAST_BYTES_S)  # after the end of the body the connection is kept
                 elif not is_done:
-                    yield parse_event(data, url)
+                    yield parse_event(data, url, self._hide)
         if not is_done:
             raise EngineProtocolError(f"the events of {url} ended without [DONE]: the server stopped in the middle, see its log")
 
@@ -287,7 +289,8 @@ class HTTPEndpoint:
                 status = response.status_code
                 if status < 300:
                     return response, answer, expires
-                failure = create_status_error(status, url, answer.decode(errors="replace"), response.headers.get("location", ""))
+                told, location = self._hide(answer.decode(errors="replace")), self._hide(response.headers.get("location", ""))
+                failure = create_status_error(status, url, told, location)
                 may_repeat = status in BUSY or (idempotent and status in GATEWAY)
                 retry_after = parse_retry_after(response.headers)
             now = self._clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
@@ -15,6 +15,14 @@ from rollouts.engines.http.connection import ServerHungUp
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
 
 MAX_REASON_LENGTH = 1000
+MIN_SECRET_LENGTH = 8  # characters of an API key that is one; a shorter one is a word ("EMPTY") that messages may have
+
+
+def create_hider(api_key: str | None) -> Callable[[str], str]:
+    """Create the function that replaces the key in a text by ***: a server may quote the key that it refuses."""
+    if api_key is None or len(api_key) < MIN_SECRET_LENGTH:
+        return str
+    return lambda text: text.replace(api_key, "***")
 
 
 def describe_server_error(status: int, body: str) -> str:
@@ -48,15 +56,18 @@ def describe_transport_error(error: httpx.RequestError, url: httpx.URL) -> Engin
     return EngineProtocolError(f"{url} does not speak HTTP as it should: {what}")
 
 
-def parse_json(content: bytes, url: httpx.URL) -> Any:
+def parse_json(content: bytes, url: httpx.URL, hide: Callable[[str], str] = str) -> Any:
     """Parse an answer in JSON.
+
+    Args:
+        hide: removes secrets from what a message quotes.
 
     Raises: EngineProtocolError with the beginning of the actual answer.
     """
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        found = content[:200].decode(errors="replace")
+        found = hide(content[:2000].decode(errors="replace"))[:200]
         raise EngineProtocolError(f"{url} answered with {found!r}, expected JSON ({error})") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -48,13 +49,13 @@ class EventDecoder:
             self._data.append(line[5:].removeprefix(" "))
 
 
-def parse_event(data: str, url: httpx.URL) -> Any:
-    """Return the value of an event.
+def parse_event(data: str, url: httpx.URL, hide: Callable[[str], str] = str) -> Any:
+    """Return the value of an event. hide: removes secrets from what a message quotes.
 
     Raises: EngineProtocolError if it is not JSON; EngineStatusError if it is an error event, sent with status 200.
     """
-    event = parse_json(data.encode(), url)
+    event = parse_json(data.encode(), url, hide)
     if isinstance(event, dict) and event.get("error"):
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
-        raise create_status_error(code if isinstance(code, int) else 500, url, data)
+        raise create_status_error(code if isinstance(code, int) else 500, url, hide(data))
     return event

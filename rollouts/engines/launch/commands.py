@@ -25,9 +25,10 @@ OWNED_ARGS = ("--model", "--model-path", "--host", "--port")
 CALLERS_OWN = (
     *("PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV"),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("ROLLOUTS_RANK_TOKEN", "ROLLOUTS_RANK_TOKEN_FILE"),
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
 )
-"""Variables that belong to the trainer (its Python, its torchrun), or would silently change the meaning of the server's log-probs."""
+"""Variables that are the trainer's (its Python, its torchrun, the secret of its ranks), or would silently change a server's log-probs."""
 
 
 @dataclass(frozen=True)

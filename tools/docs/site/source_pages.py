@@ -9,7 +9,12 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-PROJECT_PAGES = {"CONTRIBUTING.md": "project/contributing.md", "CHANGELOG.md": "project/changelog.md", "README.md": "project/readme.md"}
+PROJECT_PAGES = {
+    "CONTRIBUTING.md": "project/contributing.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "SECURITY.md": "project/security.md",
+    "README.md": "project/readme.md",
+}
 """Pages of files at the top that are Markdown themselves, by file."""
 LANGUAGES = {".py": "python", ".pyi": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", ".yml": "yaml"}
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?(?=[)\s])")
