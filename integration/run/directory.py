@@ -34,13 +34,15 @@ _OWN_FILES = (
 
 
 class StopRequest:
-    """Whether the user has asked the run to stop."""
+    """Whether the user has asked the run to stop, and how often the loops have asked for that."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.num_steps = 0  # ended steps of this process, all stages together
 
     def is_requested(self) -> bool:
         """Return whether to stop; loops ask after each step."""
+        self.num_steps += 1
         return self.requested
 
 

@@ -157,7 +157,7 @@ async def run_until_stopped(
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
     control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group, watch_backend=profile.watch)
     finished = False
-    with raise_single_errors(), watch_beside():
+    with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps):
         async with trio.open_nursery() as nursery:
             watch = partial(watch_signals, stop, say, nursery.cancel_scope.cancel)
             await nursery.start(watch)
@@ -249,7 +249,7 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         finished = trio.run(partial(run_until_stopped, replace(command, config=config), output_dir, task, progress.say, progress, group))
         if not finished:
             again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
-            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {name_as_started(again)}", flush=True)
+            print(f"stopped. To go on from the newest checkpoint:\n  {name_as_started(again)}", flush=True)
             return EXIT_STOPPED
         lines = read_metrics(output_dir / METRICS_FILE)
         facts = read_facts(output_dir)

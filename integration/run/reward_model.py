@@ -275,7 +275,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
             logger.finish()
         if not finished:
             again = f"{PROGRAM} --output-dir {output_dir} --resume"
-            print(f"stopped; everything up to the last finished step is saved. To go on:\n  {name_as_started(again)}", flush=True)
+            print(f"stopped. To go on from the newest checkpoint:\n  {name_as_started(again)}", flush=True)
             return EXIT_STOPPED
         lines = read_metrics(output_dir / METRICS_FILE)
         summary = summarize(lines, read_facts(output_dir), config)

@@ -12,9 +12,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +30,25 @@ STUCK_S = 5.0  # seconds from an unanswered alarm to the end of the process
 EXIT_STUCK, EXIT_STOPPED = 1, 130
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Limits of the time after a signal, and of that without a step."""
+
+    grace_s: float | None = None  # seconds from the first signal to the end of the run, more than 0; None = to the end of the step
+    stall_s: float | None = None  # seconds without the end of a step after which all stacks are printed, more than 0; None = never
+
+
 @contextmanager
-def watch_beside() -> Generator[None]:
+def watch_beside(patience: Patience | None = None, count_steps: Callable[[], int] = lambda: 0) -> Generator[None]:
     """Watch signals in the block: the second SIGINT or SIGTERM ends the process, SIGUSR1 prints tasks, an unanswered alarm ends the run.
 
     Does nothing if trio is not in the main thread, as only the main thread receives signals.
+
+    Args:
+        patience: when a first signal counts as a second one, and when a run without a step is one to look at.
+        count_steps: the number of ended steps, asked by another thread.
     """
+    patience = patience or Patience()
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -42,22 +57,26 @@ def watch_beside() -> Generator[None]:
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     trios = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    watch = _Watch(ours, trios, trio.lowlevel.current_root_task(), trio.lowlevel.current_trio_token())
-    thread = threading.Thread(target=watch.listen, name="signals", daemon=True)
-    thread.start()
+    watch = _Watch(ours, trios, trio.lowlevel.current_root_task(), trio.lowlevel.current_trio_token(), patience.grace_s)
+    threads = [threading.Thread(target=watch.listen, name="signals", daemon=True)]
+    if patience.stall_s is not None:
+        threads.append(threading.Thread(target=watch.look_for_stalls, args=(patience.stall_s, count_steps), name="stalls", daemon=True))
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(trios, warn_on_full_buffer=False)
         watch.ended.set()
         theirs.close()
-        thread.join()
+        for thread in threads:
+            thread.join()
         ours.close()
 
 
 class _Watch:
-    def __init__(self, numbers: socket.socket, trios: int, root: Any, token: trio.lowlevel.TrioToken) -> None:
-        self._numbers, self._trios, self._root, self._token = numbers, trios, root, token
+    def __init__(self, numbers: socket.socket, trios: int, root: Any, token: trio.lowlevel.TrioToken, grace_s: float | None) -> None:
+        self._numbers, self._trios, self._root, self._token, self._grace_s = numbers, trios, root, token, grace_s
         self._num_stops = 0
         self._check: threading.Thread | None = None
         self.ended = threading.Event()
@@ -71,10 +90,27 @@ class _Watch:
             for number in numbers:
                 self._hear(number)
 
+    def look_for_stalls(self, stall_s: float, count_steps: Callable[[], int]) -> None:
+        """Print all stacks each time that no step has ended for `stall_s` seconds, until the end of the block."""
+        seen, since = count_steps(), time.monotonic()
+        while not self.ended.wait(min(1.0, stall_s / 10)):
+            count, now = count_steps(), time.monotonic()
+            if count == seen and now - since >= stall_s:
+                told = f"no step has ended for {stall_s:g} s (--stall-s): the stacks of all threads, then all tasks\n"
+                with suppress(OSError):
+                    os.write(2, told.encode())
+                    faulthandler.dump_traceback(file=2, all_threads=True)
+                    os.write(2, describe_tasks(self._root).encode("utf-8", "replace"))
+                since = now
+            elif count != seen:
+                seen, since = count, now
+
     def _hear(self, number: int) -> None:
         if number in (signal.SIGINT, signal.SIGTERM):
             self._num_stops += 1
-            if self._num_stops == 2:
+            if self._num_stops == 1 and self._grace_s is not None:
+                threading.Thread(target=self._stop_after, args=(self._grace_s,), daemon=True).start()
+            elif self._num_stops == 2:
                 threading.Thread(target=self._end, daemon=True).start()
             elif self._num_stops > 2:
                 os._exit(EXIT_STOPPED)
@@ -84,6 +120,13 @@ class _Watch:
         elif number == getattr(signal, "SIGALRM", None) and not (self._check and self._check.is_alive()):  # it rings many times a second
             self._check = threading.Thread(target=self._check_turning, daemon=True)
             self._check.start()
+
+    def _stop_after(self, grace_s: float) -> None:
+        """Send this process a second signal when the grace is over."""
+        if not self.ended.wait(grace_s) and self._num_stops == 1:
+            with suppress(OSError):
+                os.write(2, f"the step has not ended within {grace_s:g} s (--grace-s): it is abandoned\n".encode())
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self) -> None:
         if not self.ended.wait(END_S):
@@ -137,14 +180,20 @@ def describe_tasks(root: Any) -> str:
     while waiting:
         task, depth = waiting.pop()
         indent = "  " * depth
-        lines.append(f"{indent}task {task.name}\n")
         try:
             summary = traceback.StackSummary.extract(iter(_walk(task.coro)))
+            lines.append(f"{indent}task {task.name}{_name_awaited(summary)}\n")
             lines += [f"{indent}  {line}\n" for text in summary.format() for line in text.rstrip("\n").split("\n")]
             waiting += [(child, depth + 1) for nursery in task.child_nurseries for child in nursery.child_tasks]
         except RuntimeError as error:  # the task runs meanwhile
             lines.append(f"{indent}  (it changed while it was read: {error})\n")
     return "".join(lines)
+
+
+def _name_awaited(summary: traceback.StackSummary) -> str:
+    """Name the innermost place that is not trio's, and what it awaits there."""
+    place = next((frame for frame in reversed(summary) if f"{os.sep}trio{os.sep}" not in frame.filename), None)
+    return "" if place is None else f" waits in {place.name} ({place.filename}:{place.lineno}): {place.line}"
 
 
 def _walk(awaitable: Any) -> Generator[tuple[FrameType, int]]:

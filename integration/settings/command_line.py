@@ -1,7 +1,7 @@
 """Parse the arguments of a command into a mode, a configuration and switches.
 
     python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run [--json]]
-                                [--quiet] [--log-level LEVEL] [--push-to-hub NAME]
+                                [--quiet] [--log-level LEVEL] [--push-to-hub NAME] [--grace-s SECONDS] [--stall-s SECONDS]
                                 [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import re
 import sys
 import tomllib
@@ -25,6 +26,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
+from integration.run.signal_watch import Patience
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import TRAINING, Screen, name_as_started, show_help
@@ -40,6 +42,7 @@ from integration.settings.option_effects import (
 from integration.settings.other_names import explain_other_names
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
+from rollouts.config import check_setting
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
@@ -69,6 +72,7 @@ class CommandLine:
     explain: tuple[str, ...] = ()  # settings to explain, instead of a run
     places: Mapping[str, Place] = field(default_factory=dict[str, Place])  # places of the settings that the user gave
     push_to_hub: str | None = None  # name on the hub to publish the trained model under
+    patience: Patience = field(default_factory=Patience)  # limits of time after a signal, and without a step
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
     def find_idle_options(self) -> list[IdleOption]:
@@ -96,6 +100,10 @@ class _Arguments:
     """print only the summary"""
     log_level: str = DEFAULT_LEVEL
     """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
+    grace_s: float | None = None
+    """seconds from the first Ctrl-C or SIGTERM to the end of the run: a step that takes longer is abandoned; None = wait for its end"""
+    stall_s: float | None = None
+    """seconds without the end of a step after which all tasks and the stacks of all threads are printed on stderr; None = never"""
     push_to_hub: str | None = None
     """name on the Hugging Face hub, ORG/NAME, to publish the trained model under, private if new; None = not published"""
     algorithm: str | None = None
@@ -126,6 +134,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
     if arguments.json and not arguments.dry_run:
         raise ConfigError("--json is about the output of a dry run: add --dry-run, or leave it out")
+    for name in ("grace_s", "stall_s"):
+        value = getattr(arguments, name)
+        check_setting(value is None or 0 < value < math.inf, spell_option(name), value, "a number of seconds above 0")
     config = arguments.config
     if (
         (config.data.path is not None or config.data.mixture or config.data.rollouts)
@@ -146,6 +157,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         explain=arguments.explain,
         places=find_places(argv, value_of(argv, "--config"), config),
         push_to_hub=arguments.push_to_hub,
+        patience=Patience(grace_s=arguments.grace_s, stall_s=arguments.stall_s),
         typed=find_changes(config, base),
     )
 

@@ -348,6 +348,8 @@ COMMAND_OPTIONS = (
     "explain",
     "quiet",
     "log_level",
+    "grace_s",
+    "stall_s",
     "push_to_hub",
     "algorithm",
     "skip_bad_rows",

@@ -17,7 +17,7 @@ from pathlib import Path
 import needs
 import pytest
 import torch
-from forked import Child, run
+from forked import PATIENCE_S, Child, run
 from safetensors.torch import load_file, save_file
 
 from integration.expressions.loggers import RunIdentity, create_loggers
@@ -198,6 +198,53 @@ def test_a_deadline_that_cannot_interrupt_c_code_ends_the_run_and_names_the_plac
     status, _, error = run(RUN, *QUICK, *more, "--reward.timeout-s", "0.3", folder=tmp_path)
     assert status == 1, error
     assert "error: locks (" in error and "reward.py:9) has blocked the event loop beyond its deadline, in a call that cannot be" in error
+
+
+@pytest.mark.slow
+@needs.LINUX  # signals of this kind
+def test_a_step_that_takes_longer_than_the_grace_is_abandoned_even_while_it_blocks_the_event_loop(tmp_path: Path):
+    (tmp_path / "reward.py").write_text(
+        BLOCKS + "\nasync def waits(sample):\n    import trio\n    print('waiting', flush=True)\n    await trio.sleep(900)\n"
+    )
+    forced = "interrupted; --resume goes on from the last checkpoint"  # also where the end takes longer than it may
+    for name in ("waits", "locks"):
+        folder = tmp_path / name
+        more = ("--reward.function", f"{tmp_path}/reward.py:{name}", "--output-dir", folder / "out", "--grace-s", "1")
+        with Child(RUN, *QUICK, *more, "--reward.timeout-s", "900", folder=folder) as child:
+            child.wait_for_lines(2)
+            os.kill(child.pid, signal.SIGTERM)
+            status = child.wait()
+        assert status == 130, child.error
+        assert "the step has not ended within 1 s (--grace-s): it is abandoned" in child.error
+        assert forced in child.error or (name == "waits" and "To go on from the newest checkpoint" in child.out), child.error
+        assert "Traceback" not in child.error
+
+
+@pytest.mark.slow
+@needs.LINUX
+def test_the_stacks_of_a_run_without_progress_name_what_it_waits_for_and_it_goes_on(tmp_path: Path):
+    (tmp_path / "reward.py").write_text(
+        "import trio\nfrom pathlib import Path\n\nasync def waits(sample):\n"
+        f"    while not (Path({str(tmp_path)!r}) / 'go on').exists():\n        await trio.sleep(0.01)\n    return 0.5\n"
+    )
+    more = ("--reward.function", f"{tmp_path}/reward.py:waits", "--output-dir", tmp_path / "out", "--stall-s", "0.3")
+    with Child(RUN, *QUICK, *more, "--reward.timeout-s", "900", folder=tmp_path) as child:
+        deadline = time.monotonic() + PATIENCE_S
+        while "await trio.sleep(0.01)" not in child.error:
+            assert child.is_alive and time.monotonic() < deadline, child.error
+            time.sleep(0.05)
+        (tmp_path / "go on").touch()
+        assert child.wait() == 0, child.error
+    shown, _, told = child.error.partition("Tasks of the event loop:")
+    assert "no step has ended for 0.3 s (--stall-s)" in shown
+    assert f"waits in waits ({tmp_path}/reward.py:6): await trio.sleep(0.01)" in told
+
+
+@pytest.mark.parametrize("option", ["--grace-s", "--stall-s"])
+def test_limits_of_time_are_numbers_above_0(capsys, option: str):
+    for value in ("0", "-1", "nan", "inf"):
+        status, error = one_message(capsys, option, value)
+        assert (status, f"{option} is " in error) == (2, True), error
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), BaseExceptionGroup("", [SystemExit(0), ValueError("no")])], ids=["alone", "in a group"])
