@@ -41,8 +41,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
   --push-to-hub ORG/NAME        publish the trained model on the Hugging Face hub, with a card of its settings and results
   --log-level LEVEL, --quiet    messages on stderr; only the summary
-  --grace-s SECONDS             abandon a step that has not ended so long after Ctrl-C or SIGTERM (default: wait for its end)
-  --stall-s SECONDS             print all tasks and threads when no step has ended for so long (default: never)
+  --grace-s S, --stall-s S      abandon a step S seconds after Ctrl-C or SIGTERM; print stacks after S seconds without one (default: never)
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:
 {sections}

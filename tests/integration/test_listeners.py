@@ -103,6 +103,7 @@ def test_servers_that_a_run_launches_listen_at_loopback_addresses(tmp_path: Path
         assert_loopback(processes)
 
 
+@pytest.mark.slow
 def test_the_report_is_served_at_a_loopback_address(tmp_path: Path):
     with train(tmp_path):
         pass

@@ -87,8 +87,9 @@ def server(tmp_path: Path, request: pytest.FixtureRequest) -> Generator[tuple[st
         yield child.wait_for_lines(1)[0], model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [-1], indirect=True)
-def test_keys_of_servers_are_in_no_file_of_a_run_and_of_its_evaluation(server: tuple[str, Path], tmp_path: Path):
+def test_keys_of_servers_are_in_no_file_of_a_run_and_of_its_report(server: tuple[str, Path], tmp_path: Path):
     url, model = server
     place = tmp_path / "place"
     engine = ["--engine.kind", "vllm", "--engine.urls", url, "--engine.api-key-variable", "ENGINE_KEY"]
@@ -116,6 +117,7 @@ def test_a_key_that_the_server_quotes_when_it_refuses_it_is_in_no_message(server
     assert find_leaks(place) == []
 
 
+@pytest.mark.slow
 def test_the_default_job_leaves_no_secret_of_its_environment(tmp_path: Path):
     (tmp_path / "reward.py").write_text(REWARD)
     small = [*SMALL, "--model.hidden-size", 32, "--model.num-layers", 1, "--model.intermediate-size", 32]
