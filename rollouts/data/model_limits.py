@@ -20,6 +20,7 @@ class ModelLimits:
 
     num_embeddings: int  # token ids are below this number
     context_length: int | None = None  # most tokens of one row, or of one context of a row; None = there is no limit
+    bound: str = "the model's context"  # whose tokens these are, for messages
 
     def explain(self, length: int, lowest: int, highest: int) -> str | None:
         """Say why a row cannot be computed, and what to do; None if it can.
@@ -30,7 +31,7 @@ class ModelLimits:
         """
         if self.context_length is not None and length > self.context_length:
             return (
-                f"has {length} tokens, more than the {self.context_length} of the model's context: shorten or drop it (--data.max-length "
+                f"has {length} tokens, more than the {self.context_length} of {self.bound}: shorten or drop it (--data.max-length "
                 "with --data.truncate cuts rows of SFT), or use a model with a longer context"
             )
         if lowest < 0 or highest >= self.num_embeddings:
@@ -47,12 +48,22 @@ def read_limits(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     num_embeddings = _leave_out_padding(model.config, int(cast("Any", model).get_input_embeddings().weight.shape[0]))
     if tokenizer is not None:
         check_tokenizer(tokenizer, num_embeddings, type(model).__name__)
-    return ModelLimits(num_embeddings, find_context_length(model.config))
+    return _limit(num_embeddings, model.config)
 
 
 def read_config_limits(config: Any) -> ModelLimits:
     """Return the limits of the model that a configuration describes."""
-    return ModelLimits(_leave_out_padding(config, int(config.get_text_config().vocab_size)), find_context_length(config))
+    return _limit(_leave_out_padding(config, int(config.get_text_config().vocab_size)), config)
+
+
+def _limit(num_embeddings: int, config: Any) -> ModelLimits:
+    """Return limits, and say in them whether a rotary embedding of the kind "longrope" is why rows are shorter than the context."""
+    text, length = config.get_text_config(), find_context_length(config)
+    kinds = {rope.get("rope_type") for rope in _list_rotary(getattr(text, "rope_parameters", None))}
+    if "longrope" not in kinds or length == getattr(text, "max_position_embeddings", None):
+        return ModelLimits(num_embeddings, length)
+    bound = "the model's original_max_position_embeddings, beyond which longrope rotates every row of a pass in another way"
+    return ModelLimits(num_embeddings, length, bound)
 
 
 def _leave_out_padding(config: Any, num_embeddings: int) -> int:

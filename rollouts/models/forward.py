@@ -716,7 +716,7 @@ def get_output_layer(model: PreTrainedModel) -> OutputLayer:
         scale /= float(config.logits_mup_width_multiplier)
     if getattr(config, "logits_scaling", None) is not None:  # Granite divides by it, HyperCLOVA X multiplies
         scale *= float(config.logits_scaling) ** (1 if str(config.model_type).startswith("hyperclovax") else -1)
-    caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
+    caps = [getattr(config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")]
     soft_cap = next((cap for cap in caps if cap is not None), None)
     transform = LogitTransform(scale, soft_cap)
     weight, bias = cast("tuple[Tensor, Tensor | None]", (head.weight, head.bias))

@@ -223,7 +223,9 @@ def check_head(model: PreTrainedModel, compute_outputs: ComputeOutputs, options:
     """Raise ConfigError, before anything is trained, if the model lacks the head that compute_outputs reads."""
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
     packed = pack_padded(tokens, torch.full((1,), 2, device=device))
-    hidden = torch.zeros((2, model.config.get_text_config().hidden_size), device=device)  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = model.config.get_text_config()
+    width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT projects its hidden states to that
+    hidden = torch.zeros((2, width), device=device)
     with torch.no_grad():
         compute_outputs(model, hidden, packed, None, options)
 

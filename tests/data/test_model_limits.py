@@ -25,7 +25,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardModelTrainingConfig, SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.datasets import load_sft_conversations, prepare_sft_samples
-from rollouts.data.model_limits import ModelLimits, check_tokenizer, explain_sample, find_context_length, read_limits
+from rollouts.data.model_limits import ModelLimits, check_tokenizer, explain_sample, find_context_length, read_config_limits, read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import ConfigError, DataError
@@ -50,6 +50,8 @@ def test_the_context_is_what_the_architecture_calls_so():
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
     phi = make_config("phi3", max_position_embeddings=64, original_max_position_embeddings=32, rope_parameters=rope)
     assert find_context_length(phi) == 32  # beyond it a pass has other frequencies, for its shorter rows too
+    told = read_config_limits(phi).explain(33, 3, 3)
+    assert told is not None and told.startswith("has 33 tokens, more than the 32 of the model's original_max_position_embeddings, beyond")
     assert find_context_length(make_config("llama", max_position_embeddings=64)) == 64
     assert find_context_length(make_config("gpt2", n_positions=48, n_embd=16, n_head=2, n_layer=1)) == 48
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}

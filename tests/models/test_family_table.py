@@ -21,10 +21,10 @@ from rollouts.engines.inprocess import slots
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
-from rollouts.errors import DataError
+from rollouts.errors import DataError, EngineRequestError
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
 from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
-from rollouts.types import Sample
+from rollouts.types import Sample, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
@@ -83,6 +83,24 @@ def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does()
     sample = Sample(tokens=(3, 4, 91, 5), loss_mask=(0, 1, 1, 1), index=0, group_index=0, reward=0.0)
     with pytest.raises(DataError, match=r"row 0 of 1 of a batch has the token id 91, outside of the model's 90 embeddings"):
         backend.forward(collate_samples([sample]), lambda outputs: outputs.log_probs)
+
+
+async def test_the_engine_refuses_the_token_ids_that_only_pad_the_output_matrix_as_the_trainer_does():
+    model = GENERATOR.create_model("inkling_text")
+    model.config.unpadded_vocab_size = 90
+    async with InProcessEngine(model, eos_token_ids=()) as engine:
+        assert len((await engine.generate([3, 89], SamplingParams(max_tokens=2))).output_tokens) == 2
+        with pytest.raises(EngineRequestError, match="90"):
+            await engine.generate([3, 90], SamplingParams(max_tokens=2))
+
+
+def test_soft_caps_of_xlstm_are_applied(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(GENERATOR.OWN, "xlstm", {"num_hidden_layers": 1})
+    model = GENERATOR.create_model("xlstm")
+    with torch.no_grad():
+        check_output_layer(model)  # compares with the model's own logits, also large ones
+    found = get_output_layer(model).transform
+    assert found is not None and found.soft_cap == model.config.output_logit_soft_cap
 
 
 ROUNDED_EXPERTS = {  # mixtures of experts, and the way of the engine

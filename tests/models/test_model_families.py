@@ -35,7 +35,7 @@ from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.blocks import BLOCK_TOKENS
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EngineRequestError
 from rollouts.models.prepare import probe_attention, use_packed_attention
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
@@ -61,6 +61,7 @@ LINEAR = {
 }
 DROPOUT = {"attention_dropout": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "dropout": 0.1}
 LLAMA4 = {"intermediate_size_mlp": 48, "num_local_experts": 2, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -103,6 +104,12 @@ COMPUTED = {
     "llama4, early tuning": Family("llama4_text", LLAMA4 | {"attention_chunk_size": 5, "floor_scale": 4}, 15),
     "gpt2": Family("gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": CONTEXT}, None),
     "opt": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, None),
+    "opt with projected embeddings": Family("opt", {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False}, None),
+    "mistral with a window of one token": Family("mistral", HEADS | {"sliding_window": 1, "num_key_value_heads": 1}, 1),
+    "gemma3 with two rotations": Family("gemma3_text", HEADS | {"sliding_window": 7, "layer_types": MIXED, "rope_parameters": {
+        "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}}, 7),
+    "llama with dynamic rotation": Family("llama", HEADS | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4,
+                                                                                "factor": 2.0}}, None),
 }  # fmt: skip
 NATIVE = {  # with their own attention
     "gpt-oss": Family("gpt_oss", HEADS | {"sliding_window": WINDOW, "num_local_experts": 4}, WINDOW, r"'gpt_oss'.*sinks"),
@@ -233,6 +240,33 @@ async def test_the_embedded_engine_has_the_numbers_of_transformers_beyond_window
             expected = read_log_probs(own, torch.tensor(row)).detach()[len(prompt) :]
             torch.testing.assert_close(torch.tensor(completion.output_log_probs), expected, atol=1e-4, rtol=1e-4)
         assert await engine.recompute_output_log_probs(row, len(prompt)) == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+async def test_the_language_model_inside_of_a_model_for_pictures_is_trained_and_decoded():
+    """Gemma 3 of 4 billion parameters and more: the sizes of its text stand in a configuration inside of its own."""
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    text = {**SIZES, **HEADS, "sliding_window": WINDOW, "layer_types": MIXED, "eos_token_id": 7}
+    picture = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = Gemma3Config(text_config=text, vision_config=picture, image_token_id=47, boi_token_id=46, eoi_token_id=45)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        own: Any = AutoModelForCausalLM.from_config(config).float().eval()
+    assert not hasattr(own.config, "vocab_size")
+    batch = replace(draw_batch(3, LENGTHS, vocab_size=45), dropout=False)
+    backend = create_pytorch_backend(copy.deepcopy(own), lr=1e-3)
+    found = backend.forward(batch, lambda outputs: outputs.log_probs).value
+    row = batch.tokens[0, : LENGTHS[0]]
+    expected = read_log_probs(own, row)
+    torch.testing.assert_close(found[0, : LENGTHS[0]], expected.detach(), atol=1e-5, rtol=1e-5)
+    backend.forward_backward(batch, weigh_log_probs)
+    assert backend.optim_step().value["grad_norm"] > 0
+    async with InProcessEngine(copy.deepcopy(own)) as engine:
+        assert 7 in engine._eos
+        scores = await engine.recompute_output_log_probs(row.tolist(), 1)
+        assert scores == pytest.approx(expected[1:].tolist(), abs=1e-5)
+        with pytest.raises(EngineRequestError, match="48"):
+            await engine.generate([3, 48], SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -82,6 +82,9 @@ OWN = {  # settings under names of a family's own, or that it needs besides
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
     "openai-gpt": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
+    "codegen": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "rotary_dim": 8},
+    "xglm": {"d_model": 64, "attention_heads": 4, "num_layers": 4, "ffn_dim": 96},
+    "roformer": {"is_decoder": True},
     "ctrl": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "dff": 96},
 }
 FAMILIES = """
@@ -94,6 +97,7 @@ llama4_text helium zamba2 recurrent_gemma afmoe solar_open youtu bitnet diffllam
 nanochat jais2 exaone_moe minicpm3 hyperclovax laguna mellum bailing_hybrid kolibri1 flint falcon_mamba axk1 cohere2_moe granite_swa
 granitemoe_swa granitemoeshared iquestcoder lfm3 minimax_m3_vl_text hrm_text inkling_text gpt_neox_japanese biogpt modernbert-decoder
 bert roberta electra dory exaone internlm3 lara_mini beam aria_text apertus1p5_text inkling2_text gpt_neo gpt_bigcode openai-gpt ctrl
+codegen xglm roformer sarvam_moe sarvam_mla
 """.split()  # noqa: SIM905
 
 

@@ -20,7 +20,7 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
-from rollouts.data.model_limits import find_context_length
+from rollouts.data.model_limits import find_context_length, read_limits
 from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sample_tokens
@@ -134,7 +134,7 @@ class InProcessEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._eos = frozenset(find_eos_ids(model, tokenizer) if eos_token_ids is None else eos_token_ids)
-        self._vocab_size = int(model.config.vocab_size)
+        self._vocab_size = read_limits(model).num_embeddings
         self._max_slots = max_slots
         context = find_context_length(model.config)
         if max_length is not None and context is not None and max_length > context:
@@ -506,9 +506,9 @@ async def _wait_until_others_rest() -> None:
 
 
 def find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> set[int]:
-    """Return the end-of-text ids of the generation config, the model config and the tokenizer."""
+    """Return the end-of-text ids of the generation config, the model config, that of its text model and the tokenizer."""
     found: set[int] = set()
-    sources: list[Any] = [getattr(model, "generation_config", None), model.config, tokenizer]
+    sources: list[Any] = [getattr(model, "generation_config", None), model.config, model.config.get_text_config(), tokenizer]
     for source in sources:
         ids = getattr(source, "eos_token_id", None)
         found.update([ids] if isinstance(ids, int) else ids or [])
