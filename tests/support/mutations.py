@@ -965,6 +965,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("engines/test_servers.py::test_the_death_of_a_server_fails_the_block_whatever_it_waits_for",),
     ),
     Mutation(
+        "engines/vllm/protocol.py",
+        "the answer to another request is taken, of vLLM",
+        'if response["request_id"] != ID_PREFIX + request.wire_id:',
+        "if False:",
+        ("engines/test_calls_through_faults.py::test_a_call_through_a_damaged_network_completes_right_or_fails_typed[vllm-60]",),
+    ),
+    Mutation(
+        "engines/sglang/protocol.py",
+        "the answer to another request is taken, of SGLang",
+        'if meta["id"] != request_id:',
+        "if False:",
+        ("engines/test_calls_through_faults.py::test_a_call_through_a_damaged_network_completes_right_or_fails_typed[sglang-60]",),
+    ),
+    Mutation(
         "training/weight_sync.py",
         "engines stay in use although their probe failed",
         "        if EngineFeature.DISTRUST in features:",
