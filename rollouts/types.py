@@ -657,6 +657,8 @@ class TrainBatch:
     router_balance: Tensor | None = None  # [B] coefficient of the load-balancing loss of the model's routers, equal in all rows
     dropout: bool | None = None  # True = the model's dropout is active in training on the batch; None = see has_dropout
     skip_redundant: bool = False  # True = what several rows share may be computed once, see batches.find_shared_prompts
+    recorded: Tensor | None = None  # [B] int64, numbers under which forward_backward keeps what its loss tells of the tokens of a row, -1 =
+    # not kept; for backends with BackendFeature.RECORDS. None = the loss tells nothing of single tokens
 
     @property
     def has_dropout(self) -> bool:
@@ -675,7 +677,8 @@ class TrainBatch:
                      "ref_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns", "loss_weights",
                      "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
-        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions")
+        per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions",
+                   "recorded")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
         if self.reward_components is not None:
@@ -714,11 +717,16 @@ class TokenOutputs:
     expert_load: ExpertLoad | None = None  # load of all real tokens, prompts included; None = no routers that can be recorded
 
 
+TOKEN_PREFIX = "token/"
+"""Beginning of the names of columns among the metrics of a loss, see LossOutput."""
+
+
 class LossOutput(NamedTuple):
     """Scalar to differentiate, and metrics for the log.
 
     The loss is a weighted SUM over tokens, so losses of micro-batches add up to the loss of their union. A metric is a mean over the
-    tokens with loss_mask > 0, except names that begin with `max_` or `min_`; see merge_metrics.
+    tokens with loss_mask > 0, except names that begin with `max_` or `min_`; see merge_metrics. For a batch with `recorded` rows there may
+    be columns [B, T] without gradient besides, under names that begin with TOKEN_PREFIX: no metrics, but values of single tokens.
     """
 
     loss: Tensor

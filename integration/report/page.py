@@ -14,6 +14,7 @@ from typing import Any
 
 from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts, find_columns
 from integration.report.runs import Run, read_run
+from integration.view.tokens import REASONS
 
 _PARTS = files("integration.report") / "page"
 _SCRIPTS = ("uplot.min.js", "format.js", "tokens.js", "curves.js", "rollouts.js", "page.js")
@@ -47,6 +48,7 @@ def render(report: Report, *, live: bool = False) -> str:
         "live": live,
         "runs": [run.to_dict() for run in report.runs],
         "notes": [note for chosen in report.chosen for note in chosen.notes],
+        "reasons": dict(REASONS),
         "columns": [{"key": key, "label": label, "help": text} for key, (label, text) in COLUMNS.items() if key in known],
         "chunks": [{"run": c.run, "step": c.step, "rows": c.rows, "groups": c.groups} for c in chunks],
     }

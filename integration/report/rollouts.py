@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from integration.view.gradient import explain_gradient, split_groups
 from integration.view.source import find_decoder, find_reward, find_step_files, read_file
-from integration.view.tokens import Decode, Token, read_step_tokens, read_tokens
+from integration.view.tokens import Decode, Token, count_clipped, read_step_tokens, read_tokens
 from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.types import Message
 
@@ -32,6 +32,16 @@ COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "importance": ("importance weight", "factor of the token's policy term; 0: left out, as too far from the policy that sampled it"),
         "proximal": ("proximal log-prob", "natural logarithm of the probability under the policy that a decoupled objective clips around"),
         "segment": ("segment log-prob", "natural logarithm of the probability one weight version after the one that sampled the token"),
+        "reason": (
+            "clipped or left out",
+            "what the loss of the update made of the token; clipped and left-out tokens have no gradient from the policy term",
+        ),
+        "update_ratio": (
+            "ratio in the update",
+            "the ratio that the loss read: the trained policy's probability to that of the policy it is anchored to; clipped tokens are "
+            "beyond the clip range",
+        ),
+        "updated": ("log-prob in the update", "natural logarithm of the probability that the trainer gave the token in its last update"),
         "mask": ("loss mask", "1: trained on; 0: given by the prompt, the environment or a tool, and not trained on"),
         "version": ("weight version", "number of weight syncs before the token was sampled; -1: not sampled"),
     }
@@ -48,7 +58,8 @@ class Chunk:
 
     run: int  # index of the run in the report
     step: int
-    rows: tuple[tuple[Any, ...], ...]  # for the list: group, sample, reward, number of trained tokens, status, preview of the response
+    rows: tuple[tuple[Any, ...], ...]  # for the list: group, sample, reward, number of trained tokens, status, preview of the response,
+    # number of tokens that the update clipped or left out (None = not known)
     groups: Mapping[str, Sequence[str]]  # sentences about the gradient of each group, by its number
     records: tuple[Mapping[str, Any], ...]
 
@@ -123,6 +134,7 @@ def create_chunk(records: Sequence[TrajectoryRecord], run: int, step: int, decod
             sum(mask > 0 for mask in record.sample.loss_mask),
             record.sample.status.value,
             " ".join(find_text(record).split())[:_PREVIEW],
+            count_clipped(record),
         )
         for record in records
     )
@@ -187,7 +199,7 @@ def describe_tokens(tokens: Sequence[Token]) -> dict[str, Any]:
     for key in COLUMNS:
         values = [getattr(token, key) for token in tokens]
         if any(value is not None for value in values):
-            columns[key] = [round_number(value) for value in values]
+            columns[key] = values if key == "reason" else [round_number(value) for value in values]
     return columns
 
 

@@ -49,7 +49,7 @@ from rollouts.async_rl_loop import train_async_rl
 from rollouts.asynchronous.executor import WorkflowExecutor, create_workflow_executor
 from rollouts.asynchronous.recompute import score_with_engines
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import RLTrainingConfig, RolloutConfig
@@ -65,7 +65,8 @@ from rollouts.sft_loop import run_sft_training
 from rollouts.training.best import BestCheckpoint, add_to
 from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
-from rollouts.training.rl_run import RLParts, restore_rl_run
+from rollouts.training.rl_run import RecordUpdates, RLParts, restore_rl_run
+from rollouts.training.rollout_batch import RecordedColumns
 from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
@@ -171,7 +172,9 @@ async def run_rl(
                 weight_channel=parts.weight_channel,
             )
             control.say(f"RL goes on after step {resume.step} of {num_steps}")
-        weigh = stage.training.algorithm.weigh if stage.training.num_minibatches == 1 else None  # the weights of a part of a batch differ
+        one_batch = stage.training.num_minibatches == 1  # weights of a part of a batch differ; a record of the update has them itself
+        knows_weights = one_batch and BackendFeature.RECORDS not in get_backend_features(parts.backend)
+        weigh = None if stage.training.algorithm is None or not knows_weights else stage.training.algorithm.weigh
         trajectories = TrajectoryWriter(output_dir / "trajectories", config.trajectories, weigh)
         ledger = Ledger(output_dir / "ledger.jsonl", finished_steps=0 if resume is None else resume.step)
         logger, measure, has_heldout = parts.metrics_logger, stage.evaluation.measure, bool(stage.evaluation.task.heldout_prompts)
@@ -275,11 +278,16 @@ def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -
         trajectories.hold(step, batch)
         log_samples(parts.metrics_logger, batch.samples[:NUM_TABLED], step)
         await trio.to_thread.run_sync(ledger.add, step, batch)
+        await trio.to_thread.run_sync(trajectories.choose, step, batch)
 
     async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:
-        await trio.to_thread.run_sync(trajectories.write, step, rollouts, batch)
+        await trio.to_thread.run_sync(trajectories.prepare, step, rollouts, batch)
 
-    return replace(parts, on_rollouts=keep, on_estimates=keep_estimates)
+    async def keep_update(step: int, rollouts: RolloutBatch, seen: Mapping[int, RecordedColumns]) -> None:
+        await trio.to_thread.run_sync(trajectories.finish, step, seen, rollouts)
+
+    record = RecordUpdates(trajectories.list_chosen, keep_update)
+    return replace(parts, on_rollouts=keep, on_estimates=keep_estimates, record=record)
 
 
 def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:

@@ -1,4 +1,4 @@
-"""Files that the RL stage writes step by step: selected rollouts, once their advantages are known, and the ledger of its prompts.
+"""Files that the RL stage writes step by step: selected rollouts, once the update has seen them, and the ledger of its prompts.
 
 The ledger is one JSON line per step:
 
@@ -11,8 +11,8 @@ Each number occurs once, however often a run is interrupted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,18 +21,30 @@ from torch import Tensor
 
 from integration.settings.sections import TrajectorySection
 from rollouts.checks import require_flag
-from rollouts.data.records import attach_estimates, derive_steps, shorten_log_probs
+from rollouts.data.records import attach_estimates, derive_steps, describe_update, shorten_log_probs
 from rollouts.data.samples import describe_sample
-from rollouts.data.trajectories import select_groups, select_samples, write_records
+from rollouts.data.trajectories import add_update, encode_record, select_groups, select_samples, write_lines
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.output_files import append_text, replace_file
 from rollouts.rewards.answers import load_function
 from rollouts.types import RolloutBatch, Sample, TrainBatch
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """Encoded lines of a step, without what its updates will see."""
+
+    step: int
+    samples: tuple[Sample, ...]
+    lines: tuple[str, ...]
+
+
 class TrajectoryWriter:
-    """Writer of directory/step_NNNN.jsonl, one file per step, which a resumed run replaces. A context manager: its exit writes the rollouts
-    of a step that failed before advantages were computed, to help find the cause."""
+    """Writer of directory/step_NNNN.jsonl, one file per step, which a resumed run replaces.
+
+    Beside the update of a step the lines are prepared; after it they get what the update saw of each token, and are written. A context
+    manager: its exit writes the rollouts of a step that failed before, to help find the cause.
+    """
 
     def __init__(self, directory: Path, section: TrajectorySection, weigh: Callable[[TrainBatch], Tensor] | None = None) -> None:
         """Load the condition.
@@ -45,26 +57,65 @@ class TrajectoryWriter:
         self._directory, self._section, self._weigh = directory, section, weigh
         self._condition = load_condition(section)
         self._held: tuple[int, RolloutBatch] | None = None
+        self._chosen: tuple[int, tuple[Sample, ...]] | None = None  # step, and its selected samples
+        self._prepared: _Prepared | None = None
 
     def hold(self, step: int, rollouts: RolloutBatch) -> None:
-        """Begin a step. Rollouts of an earlier step that was not trained on are written without advantages."""
+        """Begin a step. Rollouts of an earlier step that did not end are written with what is known of them."""
         self._write_held()
         self._held = (step, rollouts)
 
-    def write(self, step: int, rollouts: RolloutBatch, batch: TrainBatch | None) -> None:
-        """Write the selected rollouts of a step. batch: the estimates of the algorithm, row by row; None = write no estimates.
+    def choose(self, step: int, rollouts: RolloutBatch) -> None:
+        """Select the samples of a step, for list_chosen and prepare. Raises DataError if the condition fails; nothing is held then."""
+        held, self._held = self._held, None
+        self._chosen = (step, self._select(rollouts.samples) if self._section.writes else ())
+        self._held = held
 
-        Raises: DataError if the condition fails.
+    def list_chosen(self, step: int, rollouts: RolloutBatch) -> tuple[int, ...]:
+        """Return the positions of the selected samples in the rollouts of a step."""
+        wanted = {id(sample) for sample in self._find_chosen(step, rollouts)}
+        return tuple(k for k, sample in enumerate(rollouts.samples) if id(sample) in wanted)
+
+    def prepare(self, step: int, rollouts: RolloutBatch, batch: TrainBatch | None) -> None:
+        """Encode the selected rollouts of a step. batch: the estimates of the algorithm, row by row; None = no estimates.
+
+        Raises: DataError if the condition fails, or for a sample that JSON cannot hold.
         """
         self._held = None
         if self._section.writes:
             if batch is not None and self._weigh is not None:
                 batch = replace(batch, loss_weights=self._weigh(batch))
-            records = attach_estimates(rollouts.samples, self._select(rollouts.samples), batch)
+            chosen = self._find_chosen(step, rollouts)
+            records = attach_estimates(rollouts.samples, chosen, batch)
             records = tuple(replace(record, sample=shorten_log_probs(record.sample)) for record in records)
             if self._section.steps:
                 records = tuple(replace(record, steps=derive_steps(record)) for record in records)
-            write_records(self._directory / f"step_{step:04d}.jsonl", records)
+            self._prepared = _Prepared(step, chosen, tuple(encode_record(record) for record in records))
+
+    def finish(self, step: int, seen: Mapping[int, Mapping[str, Tensor]], rollouts: RolloutBatch) -> None:
+        """Write the prepared rollouts of a step with what its updates saw of their tokens.
+
+        Args:
+            seen: columns of tokens by position in the rollouts, see RecordRequest; samples without any are written without.
+        """
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            columns = {id(rollouts.samples[position]): of_row for position, of_row in seen.items()}
+            lines = [
+                line if id(sample) not in columns else add_update(line, describe_update(sample, columns[id(sample)]))
+                for sample, line in zip(prepared.samples, prepared.lines, strict=True)
+            ]
+            write_lines(self._directory / f"step_{prepared.step:04d}.jsonl", lines)
+
+    def write(self, step: int, rollouts: RolloutBatch, batch: TrainBatch | None) -> None:
+        """Prepare and finish a step of which no update is known."""
+        self.prepare(step, rollouts, batch)
+        self.finish(step, {}, rollouts)
+
+    def _find_chosen(self, step: int, rollouts: RolloutBatch) -> tuple[Sample, ...]:
+        """Return the samples of choose, or select them."""
+        known = self._chosen is not None and self._chosen[0] == step
+        return self._chosen[1] if known and self._chosen is not None else self._select(rollouts.samples)
 
     def _select(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         if self._section.every is None:
@@ -84,7 +135,9 @@ class TrajectoryWriter:
 
     def _write_held(self) -> None:
         if self._held is not None:
-            self.write(*self._held, None)
+            self.prepare(*self._held, None)
+        if self._prepared is not None:
+            self.finish(self._prepared.step, {}, RolloutBatch(samples=()))
 
 
 def load_condition(section: TrajectorySection) -> Callable[[Sample], bool] | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-ColorBy = Literal["auto", "advantage", "log-prob", "trainer", "reference", "ratio", "weight", "mask", "none"]
+ColorBy = Literal["auto", "advantage", "log-prob", "trainer", "reference", "ratio", "weight", "update-ratio", "reason", "mask", "none"]
 """Quantity that the colour of a token shows."""
 
 
@@ -21,8 +21,9 @@ def _one(metavar: str | None = None) -> Any:
 class Arguments:
     """Show the rollouts of a run: prompts, responses, and the training data of each token.
 
-    Colours show an advantage, a log-prob (when sampled, trainer, reference), a ratio, a
-    loss weight or a mask; a pipe gets none.
+    Colours show an advantage, a log-prob (when sampled, trainer, reference), a ratio
+    (before the update, in it), a loss weight, the reason why the update clipped a token or
+    left it out, or a mask; a pipe gets none.
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from integration.view.tokens import UNTOUCHED
 from rollouts.data.records import TrajectoryRecord
 from rollouts.types import Status
 
@@ -43,10 +45,24 @@ def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool 
     if cut:
         then = ": rl.mask_truncated leaves them out of training." if mask_truncated else "."
         told.append(f"{cut} of {len(group)} samples were cut by the token budget{then}")
+    told += explain_clipping(group)
     hidden = len(rewards) - len(group)
     if hidden > 0:
         told.append(f"The group has {len(rewards)} samples, of which {len(group)} were recorded.")
     return tuple(told)
+
+
+def explain_clipping(group: Sequence[TrajectoryRecord]) -> tuple[str, ...]:
+    """Tell in a sentence how many trained tokens of these samples the update clipped or left out; nothing where that is not recorded."""
+    reasons = [reason for record in group if record.update is not None for reason in record.update.reasons or () if reason]
+    if not reasons:
+        return ()
+    counts = Counter(part for reason in reasons for part in reason.split(", ") if part not in UNTOUCHED)
+    if not counts:
+        return (f"The update clipped none of its {len(reasons)} tokens and left none out.",)
+    each = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    touched = sum(any(part not in UNTOUCHED for part in reason.split(", ")) for reason in reasons)
+    return (f"The update clipped or left out {touched} of its {len(reasons)} tokens: {each}.",)
 
 
 def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[float]) -> str:

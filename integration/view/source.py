@@ -152,6 +152,7 @@ def find_wrong_type(record: TrajectoryRecord) -> str:
     sample, known = record.sample, record.estimate
     parts: list[Any] = [sample, *(sample.turns or ()), *record.steps]
     parts += [] if known is None else [known, *(known.turns or ())]
+    parts += [] if record.update is None else [record.update]
     for part in parts:
         for f in fields(part):
             value = getattr(part, f.name)

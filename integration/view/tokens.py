@@ -15,6 +15,7 @@ from integration.view.arguments import ColorBy
 from rollouts.data.records import TrajectoryRecord
 from rollouts.errors import make_safe
 from rollouts.steps import StepData
+from rollouts.types import Sample
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens included."""
@@ -51,6 +52,34 @@ class Token:
     ratio: float | None = None  # the trainer's probability before the step, divided by the engine's
     weight: float | None = None  # weight in the loss
     importance: float | None = None  # factor of its policy term
+    updated: float | None = None  # log-prob of the trainer's policy in the pass of its last update
+    update_ratio: float | None = None  # ratio of that update, as the loss read it
+    reason: str | None = None  # verdict of the loss of that update, see REASONS
+
+
+UNTOUCHED = ("", "kept", "no_advantage")
+"""Reasons of tokens that the loss neither clips nor leaves out."""
+
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "kept": "neither clipped nor left out",
+        "no_advantage": "its advantage is 0",
+        "clip_low": "clipped: it has already become too much rarer (CISPO: its weight is bounded)",
+        "clip_high": "clipped: it has already become too much more frequent (CISPO: its weight is bounded)",
+        "dual_clip": "clipped by the dual clip: an advantage below 0 and too large a ratio",
+        "outside_low": "its probability has fallen out of the trust region",
+        "outside_high": "its probability has risen out of the trust region",
+        "dropped": "left out: its importance weight is 0, too far from the policy that sampled it",
+        "masked": "left out by a mask of the algorithm",
+        "no_weight": "left out: its loss weight is 0",
+    }
+)
+"""Meaning of each reason, see losses.mark_tokens; a loss of one's own may have others."""
+
+
+def explain_reason(reason: str) -> str:
+    """Return the meaning of a token's reasons, which have ", " between them."""
+    return "; ".join(REASONS.get(part, "a mark of the loss") for part in reason.split(", "))
 
 
 COLOR_FIELDS: Mapping[ColorBy, str] = MappingProxyType(
@@ -61,6 +90,8 @@ COLOR_FIELDS: Mapping[ColorBy, str] = MappingProxyType(
         "reference": "reference",
         "ratio": "ratio",
         "weight": "weight",
+        "update-ratio": "update_ratio",
+        "reason": "reason",
     }
 )
 """Field of Token behind each colour that shows a number."""
@@ -99,7 +130,23 @@ def read_tokens(record: TrajectoryRecord, decode: Decode | None) -> tuple[Token,
         columns |= {"value": known.values, "trainer": known.old_log_probs, "reference": known.ref_log_probs}
         columns |= {"proximal": known.prox_log_probs, "segment": known.segment_log_probs}
         columns |= {"ratio": _find_ratios(record), "weight": known.loss_weights, "importance": known.importance_weights}
+    if record.update is not None:
+        update = record.update
+        columns |= {"updated": update.log_probs, "update_ratio": _of_trained(update.ratios, sample)}
+        columns |= {"reason": _of_trained(update.reasons, sample)}
+        columns |= {} if update.loss_weights is None else {"weight": update.loss_weights}
     return _make_tokens(sample.tokens, sample.loss_mask, decode, columns)
+
+
+def _of_trained(column: Sequence[Any] | None, sample: Sample) -> tuple[Any, ...] | None:
+    """Return a column with None where nothing is trained."""
+    return None if column is None else tuple(value if mask > 0 else None for value, mask in zip(column, sample.loss_mask, strict=True))
+
+
+def count_clipped(record: TrajectoryRecord) -> int | None:
+    """Return how many tokens of a record the update clipped or left out, other than for an advantage of 0; None = not known."""
+    reasons = None if record.update is None else record.update.reasons
+    return None if reasons is None else sum(any(part not in UNTOUCHED for part in reason.split(", ")) for reason in reasons)
 
 
 def _find_ratios(record: TrajectoryRecord) -> tuple[float | None, ...] | None:
@@ -155,6 +202,9 @@ class Palette:
             return _OTHER if token.mask == 0 and self.by != "none" else Style()
         if self.by == "mask":
             return _fill(_PALE, _GREEN, min(token.mask, 1.0))
+        if self.by == "reason":
+            reason = token.reason
+            return Style() if reason is None else _fill(_PALE, _color_reason(reason), 1.0)
         value: float | None = getattr(token, COLOR_FIELDS[self.by])
         if value is None:
             return Style()
@@ -162,7 +212,7 @@ class Palette:
             return _fill(_PALE, _ORANGE, min(value / _LEAST_LOG_PROB, 1.0))
         if self.by == "weight":
             return _fill(_PALE, _GREEN, value / self.most) if value else _fill(_PALE, _RED, 1.0)
-        if self.by == "ratio":
+        if self.by in ("ratio", "update-ratio"):
             value = math.log(value) / _MOST_RATIO * self.most if value > 0 else -math.inf
         return _fill(_PALE, _BLUE if value > 0 else _RED, min(abs(value) / self.most, 1.0))
 
@@ -174,8 +224,10 @@ class Palette:
             parts = [(f" {format_signed(fraction * self.most)} ", {"advantage": fraction * self.most}) for fraction in steps]
         elif self.by in ("log-prob", "trainer", "reference"):
             parts = [(f" {value:g} ", {COLOR_FIELDS[self.by]: value}) for value in (0.0, -1.0, -2.0, _LEAST_LOG_PROB)]
-        elif self.by == "ratio":
-            parts = [(f" {value:g} ", {"ratio": value}) for value in (0.8, 0.9, 1.0, 1.1, 1.2)]
+        elif self.by in ("ratio", "update-ratio"):
+            parts = [(f" {value:g} ", {COLOR_FIELDS[self.by]: value}) for value in (0.8, 0.9, 1.0, 1.1, 1.2)]
+        elif self.by == "reason":
+            parts = [(f" {reason} ", {"reason": reason}) for reason in ("kept", "no_advantage", "clip_low", "clip_high", "masked")]
         elif self.by == "weight":
             parts = [(f" {format_number(value)} ", {"weight": value}) for value in (0.0, self.most / 2, self.most)]
         else:
@@ -185,6 +237,15 @@ class Palette:
             text.append(label, style=self.style(Token(position=0, id=0, piece="", mask=1.0, **known)))
         text.append("  ")
         return text.append("not trained on", style=_OTHER)
+
+
+def _color_reason(reason: str) -> Rgb:
+    """Return the colour of a token's reasons: red where the loss left it out, orange and blue where it clipped it."""
+    if reason in UNTOUCHED:
+        return _GREEN if reason == "kept" else _PALE
+    if "low" in reason or "high" in reason or "dual_clip" in reason:
+        return _ORANGE if "low" in reason else _BLUE
+    return _RED
 
 
 def _fill(pale: Rgb, full: Rgb, fraction: float) -> Style:
@@ -217,14 +278,14 @@ def lay_out(parts: Sequence[tuple[str, Style | str]], indent: str) -> list[Text]
 def tabulate(tokens: Sequence[Token], palette: Palette) -> list[Text]:
     """Return a table with one line per token: position, id, text, and the columns of the file."""
     names = [f.name for f in fields(Token) if any(getattr(token, f.name) is not None for token in tokens)]
-    shown = {"return_": "return", "log_prob": "log-prob"}
-    rows = [[shown.get(name, name) for name in names], *([_cell(getattr(token, name)) for name in names] for token in tokens)]
+    shown = {"return_": "return", "log_prob": "log-prob", "update_ratio": "update-ratio"}
+    rows = [[shown.get(name, name) for name in names], *([_cell(name, getattr(token, name)) for name in names] for token in tokens)]
     widths = [max(len(row[k]) for row in rows) for k in range(len(names))]
     lines: list[Text] = []
     for number, row in enumerate(rows):
         line = Text("    ")
         for name, cell, width in zip(names, row, widths, strict=True):
-            text = cell.ljust(width) if name == "piece" else cell.rjust(width)
+            text = cell.ljust(width) if name in ("piece", "reason") else cell.rjust(width)
             style = "bold" if number == 0 else palette.style(tokens[number - 1]) if name == "piece" else ""
             line.append(text, style=style).append("  ")
         line.rstrip()
@@ -232,9 +293,9 @@ def tabulate(tokens: Sequence[Token], palette: Palette) -> list[Text]:
     return lines
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     if isinstance(value, str):
-        return make_line(repr(value))
+        return make_line(repr(value) if name == "piece" else value)
     return format_number(value)
 
 

@@ -38,7 +38,7 @@ from rollouts.algorithms.surrogates import (
     token_ratio,
 )
 from rollouts.checks import check_shapes
-from rollouts.types import LossFn, LossOutput, TokenOutputs, TrainBatch, Transform
+from rollouts.types import TOKEN_PREFIX, LossFn, LossOutput, TokenOutputs, TrainBatch, Transform
 
 Reweigh: TypeAlias = Callable[[Tensor, TrainBatch], Tensor]
 """f(log_probs [B, T] without gradient, batch) -> weights of the policy term, [B, T] or [B, 1]."""
@@ -125,6 +125,8 @@ def policy_loss(
         extra["rollout_kl"] = _where(mask, batch.rollout_log_probs) - anchor  # k1 of KL(rollout || anchor)
     metrics = _ratio_metrics(log_ratio, batch.loss_mask) if anchored else {}
     metrics |= largest | {name: _mean(x, batch.loss_mask) for name, x in extra.items()}
+    if batch.recorded is not None:
+        metrics |= mark_tokens(batch, extra, log_ratio if anchored else None)
     return LossOutput((weights * _where(mask, per_token)).sum(), metrics)
 
 
@@ -147,7 +149,7 @@ def clipped_policy_loss(
         ratio=ratio,
         kl=kl,
         entropy_coef=entropy_coef,
-        clip_metrics=partial(clip_fractions, low=low, high=high),
+        clip_metrics=partial(clip_fractions, low=low, high=high, dual=dual),
     )
 
 
@@ -187,7 +189,8 @@ def gmpo_policy_loss(
     assert anchor is not None, "gmpo_policy_loss needs batch.old_log_probs or batch.rollout_log_probs"
     log_probs = outputs.log_probs.detach()
     each = clip_fractions(token_ratio(log_probs, anchor, mask), log_probs, advantages, low=-math.expm1(-low), high=math.expm1(high))
-    return LossOutput(loss, {**metrics, **{name: _mean(x, mask) for name, x in each.items()}})
+    marks = {} if batch.recorded is None else mark_tokens(averaged, each, None)
+    return LossOutput(loss, {**metrics, **{name: _mean(x, mask) for name, x in each.items()}, **marks})
 
 
 def kl_cov_policy_loss(
@@ -230,6 +233,36 @@ def corrected_loss(outputs: TokenOutputs, batch: TrainBatch, *, correction: Tran
     if batch.rollout_log_probs is not None:
         metrics = {**metrics, "rollout_kl": _mean(_where(batch.loss_mask > 0, batch.rollout_log_probs - own), batch.loss_mask)}
     return LossOutput(value, metrics)
+
+
+def mark_tokens(batch: TrainBatch, per_token: Mapping[str, Tensor], log_ratio: Tensor | None) -> dict[str, Tensor]:
+    """Tell of each token whether the loss clips it or leaves it out, and its ratio: columns # [B, T] for a record, see LossOutput.
+
+    The metric x_fraction is the mean over trained tokens of the mark x, since both are made of the same column; for clip_fraction there
+    are the marks clip_low and clip_high. A token can have several marks.
+
+    Args:
+        batch: as the loss reads it.
+        per_token: columns that metrics are means of; those of 0 and 1 have _fraction in their names. policy_weight is 0 for what a loss
+            masks by itself.
+        log_ratio: # [B, T] as the surrogate reads it; None = no ratio.
+
+    Returns: a column of 0 and 1 for each mark: besides the named ones no_advantage, no_weight (loss weight 0) and masked (loss_mask or
+        policy_weight 0), of which a token with loss_mask 0 has the last alone; ratio, 1 where loss_mask is 0.
+    """
+    mask = batch.loss_mask > 0
+    shares = {name: x for name, x in per_token.items() if "_fraction" in name and f"{name}_low" not in per_token}
+    marks = {name.replace("_fraction", ""): x > 0 for name, x in shares.items()}
+    if batch.advantages is not None:
+        marks["no_advantage"] = batch.advantages == 0
+    if batch.loss_weights is not None:
+        marks["no_weight"] = batch.loss_weights == 0
+    masked = ~mask if "policy_weight" not in per_token else ~mask | (per_token["policy_weight"] == 0)
+    columns = {name: (mark & mask).to(batch.loss_mask.dtype) for name, mark in marks.items()}
+    columns["masked"] = masked.to(batch.loss_mask.dtype)
+    if log_ratio is not None:
+        columns["ratio"] = _where(mask, log_ratio.detach()).exp()
+    return {TOKEN_PREFIX + name: column for name, column in columns.items()}
 
 
 def sft_loss(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
@@ -289,11 +322,16 @@ def total_loss(parts: Mapping[str, LossOutput]) -> LossOutput:
     """Sum losses on the same outputs, each with its own weights (policy, supervised and distilled tokens of one batch, for example).
 
     Args:
-        parts: name -> loss; a metric m of it is logged as m/name.
+        parts: name -> loss; a metric m of it is logged as m/name. Columns of single tokens (LossOutput) are left out: each part has others.
     """
     losses = [part.loss for part in parts.values()]
     assert losses, "total_loss needs at least one part"
-    metrics = {f"{metric}/{name}": value for name, part in parts.items() for metric, value in part.metrics.items()}
+    metrics = {
+        f"{metric}/{name}": value
+        for name, part in parts.items()
+        for metric, value in part.metrics.items()
+        if not metric.startswith(TOKEN_PREFIX)
+    }
     return LossOutput(torch.stack(losses).sum(), metrics)
 
 

@@ -369,12 +369,15 @@ def penalized_ratio(
 # -- metrics of a surrogate: # [B, T] each, from its own arguments
 
 
-def clip_fractions(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float) -> dict[str, Tensor]:
-    """Find the tokens whose gradient the clip removes: # [B, T] of 0 and 1 each."""
+def clip_fractions(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
+) -> dict[str, Tensor]:
+    """Find the tokens whose gradient the clip removes: # [B, T] of 0 and 1 each; arguments as in clipped."""
     ratio = log_ratio.exp()
     below = ((ratio < 1 - low) & (advantages < 0)).to(log_ratio.dtype)
     above = ((ratio > 1 + high) & (advantages > 0)).to(log_ratio.dtype)
-    return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
+    by_dual = {} if dual is None else {"dual_clip_fraction": ((ratio > dual) & (advantages < 0)).to(log_ratio.dtype)}
+    return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above, **by_dual}
 
 
 def cispo_fractions(

@@ -31,7 +31,7 @@ from rollouts.backends.protocol import (
     get_backend_features,
     require_backend_feature,
 )
-from rollouts.backends.unread_metrics import UnreadMetrics
+from rollouts.backends.unread_metrics import RecordedTokens, UnreadMetrics
 from rollouts.errors import BackendError, raise_single_errors
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
@@ -181,6 +181,11 @@ class Pipeline:
         """Submit a pass that counts the load of the experts."""
         backend = require_backend_feature(self.backend, BackendFeature.EXPERTS, "Pipeline.count_experts")
         return self._submit("count_experts", lambda: backend.count_experts(batch))
+
+    def take_recorded(self) -> Future[tuple[RecordedTokens, ...]]:
+        """Submit a request for what was kept of recorded rows, which waits for earlier jobs."""
+        backend = require_backend_feature(self.backend, BackendFeature.RECORDS, "Pipeline.take_recorded")
+        return self._submit("take_recorded", backend.take_recorded)
 
     def save_checkpoint(self, directory: Path) -> Future[None]:
         """Submit the writing of all state."""

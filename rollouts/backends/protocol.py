@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from rollouts.backends.unread_metrics import RecordedTokens
 from rollouts.data.model_limits import ModelLimits
 from rollouts.features import read_features, refuse_without_feature
 from rollouts.models.tokens import TokenSpec
@@ -77,6 +78,7 @@ class BackendFeature(StrEnum):
     TOKENS = "tokens"  # declares the vocabulary of its model: BackendFacts.token_spec
     EXPERTS = "experts"  # balances and replays the experts of a mixture of experts: RoutesExperts
     SHARDS = "shards"  # deals the rows of each call to several processes: BackendFacts.num_shards
+    RECORDS = "records"  # keeps what a loss tells of single tokens of recorded rows: RecordsUpdates
     REDUNDANCY = "redundancy"  # skips what TrainBatch.skip_redundant says it may: prompts that rows share, backward passes of zero
 
 
@@ -90,6 +92,7 @@ _ATTRIBUTES: Mapping[BackendFeature, tuple[str, ...]] = MappingProxyType({
     BackendFeature.TOKENS: ("token_spec",),
     BackendFeature.EXPERTS: ("check_balance", "count_experts", "check_replay"),
     BackendFeature.SHARDS: ("num_shards",),
+    BackendFeature.RECORDS: ("take_recorded",),
     BackendFeature.REDUNDANCY: (),
 })  # fmt: skip
 
@@ -190,6 +193,18 @@ class RoutesExperts(Protocol):
         ...
 
 
+class RecordsUpdates(Protocol):
+    """Backend with BackendFeature.RECORDS, for typing only.
+
+    forward_backward of a batch with recorded rows (TrainBatch.recorded) keeps the columns of single tokens that the loss gives beside its
+    metrics (LossOutput), of these rows alone. A backend without the feature is given no such batch.
+    """
+
+    def take_recorded(self) -> Future[tuple[RecordedTokens, ...]]:
+        """Return what was kept since the last call, in the order of the calls of forward_backward."""
+        ...
+
+
 class BackendFacts(Protocol):
     """Properties of backends with OUTPUTS, TOKENS and SHARDS, for typing only; a backend has the ones it declares."""
 
@@ -234,6 +249,10 @@ def require_backend_feature(
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.EXPERTS], needed_by: str, *, instead: str = ""
 ) -> RoutesExperts: ...
+@overload
+def require_backend_feature(
+    backend: object, feature: Literal[BackendFeature.RECORDS], needed_by: str, *, instead: str = ""
+) -> RecordsUpdates: ...
 @overload
 def require_backend_feature(
     backend: object, feature: Literal[BackendFeature.ADAPTERS], needed_by: str, *, instead: str = ""

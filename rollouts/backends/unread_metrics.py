@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.optim.updates import read_scalar
+from rollouts.types import TOKEN_PREFIX, TrainBatch
 
 Metrics = dict[str, float]
 
@@ -57,12 +58,46 @@ class _Waiting:
     numbers: Tensor  # [tensors of values]
 
 
+@dataclass(frozen=True, eq=False)
+class RecordedTokens:
+    """Values of single tokens that a loss told of the recorded rows of a batch, see TrainBatch.recorded."""
+
+    numbers: tuple[int, ...]  # R numbers of rows
+    columns: Mapping[str, Tensor]  # [R, T] each, on the CPU, by its name without TOKEN_PREFIX
+
+
+def list_recorded(batch: TrainBatch) -> dict[int, int]:
+    """Return the positions of the recorded rows of a batch, with their numbers; read before the batch is moved to a device."""
+    return {} if batch.recorded is None else {row: n for row, n in enumerate(cast("list[int]", batch.recorded.tolist())) if n >= 0}
+
+
 class MetricReads:
     """The metrics of a backend that were not read. Several threads may read them."""
 
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
+        self._recorded: list[RecordedTokens] = []  # on their device
         self._lock = threading.Lock()
+
+    def keep_recorded(self, metrics: Mapping[str, float | Tensor], recorded: Mapping[int, int]) -> dict[str, float | Tensor]:
+        """Keep the columns of single tokens that are among the metrics of a loss; return the others.
+
+        Args:
+            recorded: as list_recorded.
+        """
+        columns = {name: value for name, value in metrics.items() if name.startswith(TOKEN_PREFIX) and isinstance(value, Tensor)}
+        if columns and recorded:
+            rows = list(recorded)
+            kept = {name.removeprefix(TOKEN_PREFIX): value.detach()[rows] for name, value in columns.items()}
+            with self._lock:
+                self._recorded.append(RecordedTokens(tuple(recorded.values()), kept))
+        return {name: value for name, value in metrics.items() if name not in columns}
+
+    def take_recorded(self) -> tuple[RecordedTokens, ...]:
+        """Return what was kept since the last call, copied from its device."""
+        with self._lock:
+            taken, self._recorded = self._recorded, []
+        return tuple(RecordedTokens(one.numbers, {name: value.cpu() for name, value in one.columns.items()}) for one in taken)
 
     def __reduce__(self) -> tuple[type[MetricReads], tuple[()]]:
         """A copy of a backend has no results that wait to be read."""

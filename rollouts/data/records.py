@@ -34,6 +34,9 @@ TOKEN_COLUMNS = ("advantages", "returns", "values", "old_log_probs", "prox_log_p
                  "loss_weights", "importance_weights")  # fmt: skip
 """Fields of an Estimate with one number a token, each named as its column of the TrainBatch."""
 
+UPDATE_COLUMNS = ("log_probs", "ratios", "loss_weights")
+"""Fields of an UpdateRecord with one number a token."""
+
 _MOST_TOKENS = 2**24  # tokens of a column written as runs; more is a damaged file
 
 
@@ -77,19 +80,51 @@ class Estimate:
 
 def _pack(values: Sequence[float]) -> Any:
     """Return the values, as runs of equal ones where this is shorter."""
-    runs = [[len([*same]), value] for value, same in groupby(values)]
+    runs = _find_runs(values)
     return {"runs": runs} if 3 * len(runs) <= len(values) else list(values)
+
+
+def _find_runs(values: Sequence[Any]) -> list[list[Any]]:
+    """Return [count, value] of each run of equal values."""
+    return [[len([*same]), value] for value, same in groupby(values)]
 
 
 def _unpack(value: Any) -> Any:
     """Return the values of _pack's result. Raises AssertionError for counts that no file of this library has."""
     if not isinstance(value, Mapping):
         return value
-    runs = cast("Mapping[str, list[tuple[int, float]]]", value)["runs"]
+    runs = cast("Mapping[str, list[tuple[int, Any]]]", value)["runs"]
     counts = [count for count, _ in runs]
     assert all(type(count) is int and count > 0 for count in counts), f"runs of {counts} tokens"
     assert sum(counts) <= _MOST_TOKENS, f"a column of {sum(counts)} tokens"
     return [number for count, number in runs for _ in range(count)]
+
+
+KEPT = "kept"  # reason of a token that the loss neither clips nor leaves out
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRecord:
+    """Record of the last update of a training step on one sample: each token as its pass saw it, before it changed the weights.
+
+    Columns are aligned with Sample.tokens, numbers have five digits; None = not known.
+    """
+
+    log_probs: tuple[float, ...] | None = None  # the trainer's policy, to 1e-5 nats; 0 where nothing is trained
+    ratios: tuple[float, ...] | None = None  # as the loss read them, of tokens or sequences; 1 where nothing is trained
+    loss_weights: tuple[float, ...] | None = None  # weight of the token in the loss of its mini-batch
+    reasons: tuple[str, ...] | None = None  # verdict of the loss on each token: "kept", or names of losses.mark_tokens with ", " between
+    # them, as clip_high; "" where nothing is trained
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values, without what is None; columns as in Estimate.to_dict, reasons always in runs."""
+        out: dict[str, Any] = {name: _pack(value) for name in UPDATE_COLUMNS if (value := getattr(self, name)) is not None}
+        return out if self.reasons is None else out | {"reasons": {"runs": _find_runs(self.reasons)}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> UpdateRecord:
+        """Return the record of to_dict's values."""
+        return cls(**{name: None if value is None else tuple(_unpack(value)) for name, value in data.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +134,12 @@ class TrajectoryRecord:
     sample: Sample
     estimate: Estimate | None = None
     steps: Steps = field(default_factory=tuple)
+    update: UpdateRecord | None = None  # None = not recorded
 
     def __post_init__(self) -> None:
-        for name in TOKEN_COLUMNS:
-            column = None if self.estimate is None else getattr(self.estimate, name)
+        columns = [(name, None if self.estimate is None else getattr(self.estimate, name)) for name in TOKEN_COLUMNS]
+        columns += [] if self.update is None else list(vars(self.update).items())
+        for name, column in columns:
             n = len(self.sample.tokens)
             assert column is None or len(column) == n, f"{describe_sample(self.sample)}: {len(column)} {name} for {n} tokens"
         turns, of_sample = None if self.estimate is None else self.estimate.turns, self.sample.turns or ()
@@ -111,23 +148,26 @@ class TrajectoryRecord:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values: those of the sample, with "estimate" and "steps" where there are any."""
+        """Return the record as plain JSON values: those of the sample, with "estimate", "steps" and "update" where there are any."""
         out = self.sample.to_dict()
         if self.estimate is not None:
             out["estimate"] = self.estimate.to_dict()
         if self.steps:
             out["steps"] = [step.to_dict() for step in self.steps]
+        if self.update is not None:
+            out["update"] = self.update.to_dict()
         return out
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrajectoryRecord:
         """Return the record of to_dict's values; those of a sample alone are a record, too."""
         values = dict(data)
-        estimate, steps = values.pop("estimate", None), values.pop("steps", ())
+        estimate, steps, update = values.pop("estimate", None), values.pop("steps", ()), values.pop("update", None)
         return cls(
             sample=Sample.from_dict(values),
             estimate=None if estimate is None else Estimate.from_dict(estimate),
             steps=tuple(StepData.from_dict(step) for step in steps),
+            update=None if update is None else UpdateRecord.from_dict(update),
         )
 
 
@@ -156,6 +196,43 @@ def describe_estimate(batch: TrainBatch, row: int) -> Estimate:
         turns=_describe_turns(batch.turns, row),
         **{name: _to_row(getattr(batch, name), row, length) for name in TOKEN_COLUMNS},
     )
+
+
+def describe_update(sample: Sample, columns: Mapping[str, Tensor]) -> UpdateRecord:
+    """Return the record of a sample's update.
+
+    Args:
+        columns: # [T] each, at least as long as the sample, as train_on_rollouts tells them (RecordRequest). Those besides log_prob,
+            loss_weight and ratio are marks of 0 and 1. Of a column with a number that is not finite nothing is kept.
+    """
+    trained = np.asarray(sample.loss_mask) > 0
+    known = {name: column[: len(trained)].double().numpy() for name, column in columns.items()}
+    log_probs, ratios, weights = (known.pop(name, None) for name in ("log_prob", "ratio", "loss_weight"))
+    reasons: list[str] | None = None
+    if known:
+        reasons = [KEPT if on else "" for on in trained.tolist()]
+        for name, values in known.items():
+            for at in np.flatnonzero(values > 0).tolist():
+                if reasons[at]:  # the sample has a loss mask there
+                    reasons[at] = name if reasons[at] == KEPT else f"{reasons[at]}, {name}"
+    return UpdateRecord(
+        log_probs=None if log_probs is None else _to_numbers(np.round(np.where(trained, log_probs, 0.0), 5)),
+        ratios=None if ratios is None else _to_numbers(_round_digits(ratios)),
+        loss_weights=None if weights is None else _to_numbers(_round_digits(weights)),
+        reasons=None if reasons is None else tuple(reasons),
+    )
+
+
+def _round_digits(values: Any) -> Any:
+    """Round to five significant digits."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** np.clip(4 - np.floor(np.log10(np.abs(values))), -300, 300)
+        return np.where(values == 0, 0.0, np.round(values * scale) / scale)
+
+
+def _to_numbers(values: Any) -> tuple[float, ...] | None:
+    """Return the numbers of an array; None if one of them is not finite, which JSON cannot hold."""
+    return tuple((values + 0.0).tolist()) if np.isfinite(values).all() else None
 
 
 def _describe_turns(turns: Turns | None, row: int) -> tuple[TurnEstimate, ...] | None:

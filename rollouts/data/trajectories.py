@@ -2,7 +2,8 @@
 
 A line is one of two things. A sample, with its estimate of a training step where that is known, and its steps where they were given:
 
-    {"prompt": ..., "tokens": [...], ..., "estimate": {"advantages": [...], ...}, "steps": [{"system_step_index": 0, ...}, ...]}
+    {"prompt": ..., "tokens": [...], ..., "estimate": {"advantages": [...], ...}, "steps": [{"system_step_index": 0, ...}, ...],
+     "update": {"log_probs": [...], ...}}
 
 Or a step by itself, with the sample_index and group_index of its episode: {"system_step_index": 0, "observation_data": ..., ...}.
 """
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from rollouts.checks import describe_function, require_flag
-from rollouts.data.records import TrajectoryRecord, derive_steps, group_steps
+from rollouts.data.records import TrajectoryRecord, UpdateRecord, derive_steps, group_steps
 from rollouts.data.samples import describe_sample
 from rollouts.errors import DataError
 from rollouts.output_files import append_text, explain_writes, replace_file
@@ -37,14 +38,23 @@ def write_samples(path: Path, samples: Iterable[Sample], *, append: bool = False
 
 def write_records(path: Path, records: Iterable[TrajectoryRecord], *, append: bool = False) -> int:
     """Write one line a record, as write_samples. A new file appears whole or not at all, so that it can be read while a run goes on."""
-    lines = [_to_line(record.to_dict(), describe_sample(record.sample), "its metadata") for record in records]
-    return _write_lines(path, lines, append=append)
+    return write_lines(path, [encode_record(record) for record in records], append=append)
+
+
+def encode_record(record: TrajectoryRecord) -> str:
+    """Return the line of a record in a file. Raises DataError as write_samples."""
+    return _to_line(record.to_dict(), describe_sample(record.sample), "its metadata")
+
+
+def add_update(line: str, update: UpdateRecord) -> str:
+    """Return the line of a record without an update with this one: what is known early can be encoded early."""
+    return f'{line.rstrip()[:-1]},"update":{json.dumps(update.to_dict(), allow_nan=False, separators=(",", ":"))}}}\n'
 
 
 def write_steps(path: Path, steps: Iterable[StepData], *, append: bool = False) -> int:
     """Write one line a step, as write_samples; the steps of several episodes may stand in one file."""
     lines = [_to_line(step.to_dict(), _describe_step(step), "its observation, action and step_info") for step in steps]
-    return _write_lines(path, lines, append=append)
+    return write_lines(path, lines, append=append)
 
 
 def read_samples(path: Path) -> list[Sample]:
@@ -91,7 +101,8 @@ def _to_line(row: Mapping[str, Any], who: str, what: str) -> str:
         raise DataError(f"{who} cannot be written as JSON: {error}. Keep {what} to JSON values.") from error
 
 
-def _write_lines(path: Path, lines: Sequence[str], *, append: bool) -> int:
+def write_lines(path: Path, lines: Sequence[str], *, append: bool = False) -> int:
+    """Write encoded lines, as write_records. Returns their number."""
     if append:
         with explain_writes(path):
             path.parent.mkdir(parents=True, exist_ok=True)

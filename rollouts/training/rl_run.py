@@ -45,7 +45,7 @@ from rollouts.training.requirements import (
     check_requirements,
     check_rl_batch_sizes,
 )
-from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
+from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
@@ -79,6 +79,15 @@ OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
 
 OnEstimates: TypeAlias = Callable[[int, RolloutBatch, TrainBatch], "Awaitable[None] | None"]
 """(step, its rollouts, their batch of tensors with advantages), before any update; sync or async."""
+
+
+@dataclass(frozen=True)
+class RecordUpdates:
+    """Record of what the updates of each step see of some of its rollouts, see RecordRequest."""
+
+    select: Callable[[int, RolloutBatch], Sequence[int]]  # (step, its rollouts) -> positions of samples, before training
+    write: Callable[[int, RolloutBatch, Mapping[int, RecordedColumns]], Awaitable[None] | None]  # (step, its rollouts, columns of tokens by
+    # position), after the last update of the step; sync or async
 
 
 class RolloutSource(Protocol):
@@ -123,6 +132,7 @@ class RLParts:
     should_stop: Callable[[], bool] = _never  # called after each step; True ends the run with a checkpoint of that step
     on_rollouts: OnRollouts | None = None  # called with each step's rollouts before training, for example to write some of them to a file
     on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
+    record: RecordUpdates | None = None  # called for the record of updates, for example to write it to a file
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
     best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run; needs evaluate
@@ -324,6 +334,9 @@ class RLRun:
         parity, algorithm = await self._compare(step, batch, rollouts)
         check_sampled_whole(samples, algorithm)  # a corrected algorithm may read log-probs that the configured one does not
         plan = self._plan_updates(step)
+        if parts.record is not None:
+            chosen = tuple(parts.record.select(step + 1, rollouts))
+            plan = replace(plan, record=RecordRequest(rows=chosen, on_update=partial(parts.record.write, step + 1, rollouts)))
         metrics = parity | await train_on_rollouts(
             parts.backend,
             batch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from rollouts.algorithms.gigpo_steps import describe_turns, word_turn
 from rollouts.algorithms.kl_control import measure_kl
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import value_loss
-from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
 from rollouts.batches import plan_minibatches, select_rows
 from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, DataError, raise_single_errors
@@ -34,12 +34,27 @@ from rollouts.training.steps import (
     submit_forward,
     submit_optimizer_step,
 )
-from rollouts.types import Algorithm, LossFn, LossOutput, Sample, TokenOutputs, TrainBatch, TurnLevels
+from rollouts.types import TOKEN_PREFIX, Algorithm, LossFn, LossOutput, Sample, TokenOutputs, TrainBatch, TurnLevels
 
 _logger = logging.getLogger(__name__)
 
 OnEstimate: TypeAlias = Callable[[TrainBatch], "Awaitable[None] | None"]
 """Called with the batch and its advantages, before any update; sync or async."""
+
+
+RecordedColumns: TypeAlias = Mapping[str, Tensor]
+"""Columns of the tokens of one row # [T] each, at least as long as the row: log_prob and loss_weight as the loss read them, and what the
+loss tells besides, see losses.mark_tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordRequest:
+    """Request for what updates of the policy see of the tokens of some rows, told from their own passes."""
+
+    rows: tuple[int, ...]  # positions in the batch
+    on_update: Callable[[Mapping[int, RecordedColumns]], Awaitable[None] | None]  # called after the last update with the columns of
+    # each of the rows, as the last update on it saw them; sync or async. Rows without a trained token, and all rows of a backend without
+    # BackendFeature.RECORDS, are missing
 
 
 def select_log_probs(outputs: TokenOutputs) -> Tensor:
@@ -65,6 +80,15 @@ def anchor_to_self(loss: LossFn, columns: Collection[str]) -> LossFn:
 def _loss_anchored_to_self(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn, columns: tuple[str, ...]) -> LossOutput:
     own = outputs.log_probs.detach()
     return loss(outputs, replace(batch, **dict.fromkeys(columns, own)))
+
+
+def _loss_with_tokens(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn) -> LossOutput:
+    """The loss, with log-probs and loss weights among its columns of tokens."""
+    value, metrics = loss(outputs, batch)
+    if batch.recorded is None or batch.loss_weights is None:
+        return LossOutput(value, metrics)
+    columns = {"log_prob": outputs.log_probs.detach(), "loss_weight": batch.loss_weights}
+    return LossOutput(value, {**metrics, **{TOKEN_PREFIX + name: column for name, column in columns.items()}})
 
 
 async def fill_columns(
@@ -180,6 +204,7 @@ class UpdatePlan:
     dropout: bool = False  # train policy and critic with their dropout; off by default, since ratios are to passes without dropout
     skip_redundant: bool = True  # compute prompts that rows of a group share once, and run no backward pass for rows without a gradient:
     # the same numbers up to rounding; False = bit for bit those of each row by itself
+    record: RecordRequest | None = None  # request for what the updates see of some rows; its call is waited for
 
 
 async def train_on_rollouts(
@@ -234,8 +259,33 @@ async def train_on_rollouts(
         async with trio.open_nursery() as nursery:
             if on_estimate is not None:
                 await _begin(on_estimate(batch), nursery)
-            metrics |= await _take_steps(backend, critic, batch, algorithm, plan, skipped)
+            metrics |= await _take_steps(backend, critic, _mark_recorded(batch, backend, plan.record), algorithm, plan, skipped)
+    if plan.record is not None:
+        told = plan.record.on_update(await _take_recorded(backend))
+        if inspect.isawaitable(told):
+            await told
     return metrics
+
+
+def _mark_recorded(batch: TrainBatch, backend: TrainingBackend, record: RecordRequest | None) -> TrainBatch:
+    """Return the batch with the requested rows as recorded ones, if the backend keeps any."""
+    if record is None or not record.rows or BackendFeature.RECORDS not in get_backend_features(backend):
+        return batch
+    numbers = torch.full((batch.num_rows,), -1, dtype=torch.int64)
+    numbers[list(record.rows)] = torch.tensor(record.rows, dtype=torch.int64)
+    return replace(batch, recorded=numbers)
+
+
+async def _take_recorded(backend: TrainingBackend) -> dict[int, RecordedColumns]:
+    """Take the columns of each recorded row from the backend."""
+    if BackendFeature.RECORDS not in get_backend_features(backend):
+        return {}
+    parts = await require_backend_feature(backend, BackendFeature.RECORDS, "a record of the update").take_recorded().result()
+    return {
+        number: {name: column[place] for name, column in part.columns.items()}
+        for part in parts
+        for place, number in enumerate(part.numbers)
+    }
 
 
 async def _begin(work: Any, nursery: trio.Nursery) -> None:
@@ -266,10 +316,13 @@ async def _take_steps(
     """
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=plan.max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
+    if batch.recorded is not None:
+        loss = partial(_loss_with_tokens, loss=loss)
     policy_steps: list[PendingOptimizerStep] = []
     critic_steps: list[PendingOptimizerStep] = []
     for epoch in range(plan.num_epochs):
-        for minibatch in deal_minibatches(batch, plan.num_minibatches, seed=derive_seed(plan.seed, epoch)):
+        rows = batch if epoch == plan.num_epochs - 1 else replace(batch, recorded=None)  # the last update on a row is recorded
+        for minibatch in deal_minibatches(rows, plan.num_minibatches, seed=derive_seed(plan.seed, epoch)):
             if not plan.only_critic:
                 step = submit(
                     backend,
@@ -281,8 +334,9 @@ async def _take_steps(
                 )
                 policy_steps.append(step)
             if critic is not None:
-                rows = replace(minibatch, routed_experts=None, advantages=None)  # a value has a gradient also where there is no advantage
-                critic_steps.append(submit(critic, rows, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
+                # a value has a gradient also where there is no advantage
+                values = replace(minibatch, routed_experts=None, advantages=None, recorded=None)
+                critic_steps.append(submit(critic, values, partial(value_loss, clip=plan.value_clip), weigh=token_mean))
     metrics = await _mean_results(policy_steps)
     if critic is not None:
         critic_metrics = await _mean_results(critic_steps)

@@ -219,6 +219,7 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
         BackendFeature.ADAPTERS,
         BackendFeature.WEIGHT_VIEWS,
         BackendFeature.REDUNDANCY,
+        BackendFeature.RECORDS,
     }
     assert backend.num_shards == 1
     assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected.forward(make_ragged(), log_probs).value)

@@ -26,7 +26,17 @@ from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps
 from rollouts.algorithms.presets import dr_grpo, grpo
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
-from rollouts.data.records import TOKEN_COLUMNS, Estimate, TrajectoryRecord, attach_estimates, derive_steps, group_steps, shorten_log_probs
+from rollouts.data.records import (
+    TOKEN_COLUMNS,
+    UPDATE_COLUMNS,
+    Estimate,
+    TrajectoryRecord,
+    UpdateRecord,
+    attach_estimates,
+    derive_steps,
+    group_steps,
+    shorten_log_probs,
+)
 from rollouts.data.trajectories import read_records, read_samples, read_steps, select_groups, select_steps, write_records, write_steps
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.steps import StepData
@@ -157,7 +167,14 @@ def records(draw: st.DrawFn) -> TrajectoryRecord:
     constant = st.just((0.5,) * len(sample.tokens))
     columns = {name: draw(column | constant) for name in TOKEN_COLUMNS}
     known = Estimate(reward=draw(finite), group_rewards=rewards, **columns)
-    return TrajectoryRecord(sample=sample, estimate=draw(st.none() | st.just(known)), steps=draw(st.lists(steps(), max_size=2).map(tuple)))
+    reasons = draw(st.none() | st.just(tuple("kept" if k % 2 else "clip_low, dropped" for k in range(len(sample.tokens)))))
+    seen = UpdateRecord(**{name: draw(column | constant) for name in UPDATE_COLUMNS}, reasons=reasons)
+    return TrajectoryRecord(
+        sample=sample,
+        estimate=draw(st.none() | st.just(known)),
+        steps=draw(st.lists(steps(), max_size=2).map(tuple)),
+        update=draw(st.none() | st.just(seen)),
+    )
 
 
 @given(st.lists(records(), max_size=3))
@@ -206,6 +223,7 @@ def test_what_a_step_cannot_hold_is_named_and_no_half_file_is_left(tmp_path: Pat
         ({"system_step_index": 0, "policy_logprobs": [0.5]}, r"f\.jsonl:1 is not a step: .*no policy_tokens"),
         ({"tokens": [], "estimate": 3}, r"f\.jsonl:1 is not a sample: "),
         ({"estimate": {"reward": 0.0, "advantages": [1.0]}}, r"f\.jsonl:1 is not a sample: .*1 advantages for 0 tokens"),
+        ({"tokens": [], "update": {"ratios": [1.0]}}, r"f\.jsonl:1 is not a sample: .*1 ratios for 0 tokens"),
         ({"steps": [3]}, r"f\.jsonl:1 is not a sample: "),
     ],
 )

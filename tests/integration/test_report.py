@@ -21,7 +21,7 @@ from integration.report.rollouts import choose_rollouts, describe_record, find_c
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
 from integration.view.gradient import explain_gradient
-from rollouts.data.records import Estimate, TrajectoryRecord
+from rollouts.data.records import Estimate, TrajectoryRecord, UpdateRecord
 from rollouts.data.trajectories import write_records
 from rollouts.errors import ConfigError, DataError
 from rollouts.types import Sample, Status
@@ -41,7 +41,8 @@ def create_record(
     }
     sample = Sample(**(known | changes))
     estimate = None if advantage is None else Estimate(reward=reward, advantages=(0.0, advantage, advantage), group_rewards=rewards)
-    return TrajectoryRecord(sample=sample, estimate=estimate)
+    seen = UpdateRecord(log_probs=(0.0, -0.5, -1.0), ratios=(1.0, 1.0, 1.3), reasons=("", "kept", "clip_high"))
+    return TrajectoryRecord(sample=sample, estimate=estimate, update=seen if index % 2 and len(sample.tokens) == 3 else None)
 
 
 @pytest.fixture
@@ -72,6 +73,9 @@ def test_a_page_holds_curves_rollouts_settings_and_warnings(run: Path):
     assert {s["name"]: s["value"] for s in shown["settings"]} == {"old.setting": 3, "seed": 1}
     assert [(c["step"], len(c["rows"])) for c in index["chunks"]] == [(1, 4), (2, 4)]
     records = unpack(page, "chunk-1")
+    assert index["reasons"]["clip_low"].startswith("clipped") and [row[6] for row in index["chunks"][1]["rows"]] == [None, 1, None, 1]
+    assert records[1]["tokens"]["reason"] == [None, "kept", "clip_high"] and records[1]["tokens"]["update_ratio"] == [None, 1, 1.3]
+    assert {"reason", "update_ratio", "updated"} <= {column["key"] for column in index["columns"]}
     assert records[1]["tokens"]["advantage"] == [0, 1, 1] and records[1]["tokens"]["log_prob"] == [0, -0.5, -1.25]
     assert records[1]["group_rewards"] == [0, 1] and index["chunks"][1]["rows"][1][:5] == [4, 9, 1, 2, "completed"]
 
@@ -158,7 +162,9 @@ def test_the_numbers_of_the_update_are_columns_of_the_tokens_and_colours_of_the_
     assert tokens["ratio"] == [None, 1, pytest.approx(math.exp(0.25), rel=1e-3)]
     assert find_columns(told) == {"advantage", "log_prob", "mask", "version", "trainer", "reference", "ratio", "weight"}
     page = unpack(render(read_report([run], max_tokens=0)), "index")
-    assert [column["key"] for column in page["columns"]] == ["advantage", "log_prob", "mask", "version"], "those that the run has"
+    assert [column["key"] for column in page["columns"]] == [
+        *("advantage", "log_prob", "reason", "update_ratio", "updated", "mask", "version")
+    ], "those that the run has"
     write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [record])
     labels = {column["label"] for column in unpack(render(read_report([run], max_tokens=0)), "index")["columns"]}
     assert {"trainer log-prob", "reference log-prob", "ratio of trainer to rollout", "loss weight"} < labels

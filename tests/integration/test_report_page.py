@@ -111,6 +111,14 @@ def test_an_episode_is_shown_step_by_step(page: Path):
     assert "step 1, reward 0.5" in document and "a room &lt;b&gt;" in document
 
 
+def test_clipped_tokens_are_found_and_explained(page: Path):
+    document, console = look(page, "tab=rollouts&step=&order=clipped&color=reason")
+    assert console == "" and "most clipped tokens" in document and "clipped or left out:" in document
+    assert "1 token clipped or left out" in document and "The update clipped or left out 1 of its 2 tokens: clip_high 1." in document
+    first = re.findall(r'aria-label="sample (\d+), reward', document)[0]
+    assert int(first) % 2, "those with a clipped token are first"
+
+
 def test_settings_and_phones_are_shown(page: Path):
     document, console = look(page, "tab=settings", size="390,800")
     assert console == "" and 'data-drawn="settings"' in document

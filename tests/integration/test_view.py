@@ -20,13 +20,13 @@ from test_trajectories import json_values
 from integration.train import main as train
 from integration.view.__main__ import main, write_lines
 from integration.view.source import find_decoder, find_run
-from integration.view.tokens import Palette, Token, split_text
+from integration.view.tokens import REASONS, Palette, Token, explain_reason, split_text
 from rollouts.algorithms.anchors import GiGPOSettings, hash_observation
 from rollouts.algorithms.estimators import estimate_gigpo
 from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
-from rollouts.data.records import Estimate, TrajectoryRecord, attach_estimates, derive_steps
+from rollouts.data.records import Estimate, TrajectoryRecord, UpdateRecord, attach_estimates, derive_steps
 from rollouts.data.trajectories import read_records, write_records, write_samples, write_steps
 from rollouts.errors import make_safe
 from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StopReason
@@ -102,8 +102,9 @@ def test_a_table_of_tokens_has_the_numbers_of_the_file(capsys, finished: Path):
     assert "position  id  piece" in out and "mask  version  log-prob  advantage" in out
     assert [int(row[1]) for row in rows] == list(record.sample.tokens)
     assert record.sample.rollout_log_probs is not None and record.estimate is not None and record.estimate.advantages is not None
-    assert [float(row[-2]) for row in rows] == pytest.approx(record.sample.rollout_log_probs, rel=1e-3)
-    assert [float(row[-1]) for row in rows] == pytest.approx(record.estimate.advantages, rel=1e-3)
+    assert record.update is not None and record.update.reasons is not None, "the run has recorded its updates"
+    assert [float(row[5]) for row in rows] == pytest.approx(record.sample.rollout_log_probs, rel=1e-3)
+    assert [float(row[6]) for row in rows] == pytest.approx(record.estimate.advantages, rel=1e-3)
 
 
 def test_examples_of_a_run_are_shown_as_well(capsys, finished: Path):
@@ -283,6 +284,33 @@ def test_numbers_of_the_update_are_columns_and_colours(capsys, tmp_path: Path):
     ratio, weight = Palette("ratio"), Palette("weight", most=0.5)
     assert color_of(ratio, ratio=1.0) == "#ebebeb" and color_of(ratio, ratio=1.3) == "#3c82eb" and color_of(ratio, ratio=0.5) == "#e1554b"
     assert color_of(weight, weight=0.5) == "#6ebe78" and color_of(weight, weight=0.0) == "#e1554b" and color_of(ratio, ratio=0.0)
+
+
+def test_what_the_update_made_of_each_token_is_shown(capsys, tmp_path: Path):
+    update = UpdateRecord(
+        log_probs=(0, 0, 0, -0.25, -1.5),
+        ratios=(1.0, 1.0, 1.0, 1.284, 0.607),
+        loss_weights=(0.0, 0.0, 0.0, 0.5, 0.5),
+        reasons=("", "", "", "clip_high", "clip_low, dropped"),
+    )
+    sample = make_shown(0, 0, 1.0, rollout_log_probs=(0.0, 0.0, 0.0, -0.5, -1.0))
+    known = Estimate(reward=1.0, advantages=(0, 0, 0, 1, 1), group_rewards=(0.0, 1.0))
+    write_records(tmp_path / "f.jsonl", [TrajectoryRecord(sample=sample, estimate=known, update=update)])
+    out = see(capsys, tmp_path / "f.jsonl", "--tokens")
+    assert "The update clipped or left out 2 of its 2 tokens: clip_high 1, clip_low 1, dropped 1." in out
+    rows = [line.split() for line in out.splitlines()]
+    at = next(k for k, row in enumerate(rows) if row[:1] == ["position"])
+    assert rows[at][-4:] == ["weight", "updated", "update-ratio", "reason"]
+    assert rows[at + 4][-4:] == ["0.5", "-0.25", "1.284", "clip_high"] and rows[at + 5][-2:] == ["clip_low,", "dropped"]
+    for name in ("update-ratio", "reason", "weight"):
+        assert "has no" not in see(capsys, tmp_path / "f.jsonl", "--color", name)
+    reason = Palette("reason")
+    colors = [color_of(reason, reason=name) for name in ("kept", "no_advantage", "clip_low", "clip_high", "dropped")]
+    assert len(set(colors)) == 5, "each kind has a colour"
+    assert (
+        explain_reason("clip_low, dropped") == f"{REASONS['clip_low']}; {REASONS['dropped']}"
+        and explain_reason("own") == "a mark of the loss"
+    )
 
 
 # -- episodes

@@ -61,6 +61,7 @@ METRICS = {
     "clip_fraction": "share of tokens whose gradient the clip has removed",
     "clip_fraction_low": "of these, the ones with A < 0 that have already become rarer",
     "clip_fraction_high": "of these, the ones with A > 0 that have already become more frequent",
+    "dual_clip_fraction": "share of tokens with A < 0 whose gradient the dual clip has removed",
     "ref_kl": "the KL term's mean: the divergence from the reference model",
     "entropy": "mean entropy of the policy, nats: near 0 it no longer explores",
     "importance_weight": "mean weight for the distance between trainer and engine; 1 if they agree",

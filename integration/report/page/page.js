@@ -55,7 +55,7 @@
     else if ((event.key === "j" || event.key === "k") && current && current.move) current.move(event.key === "j" ? 1 : -1);
   });
   addEventListener("hashchange", draw);
-  installTip(report.columns);
+  installTip(report);
   await draw();
   if (report.live) follow(report);
 })().catch((error) => { document.getElementById("main").textContent = "This report cannot be shown: " + error + ". A browser from 2023 or later is needed."; throw error; });

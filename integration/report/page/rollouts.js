@@ -4,7 +4,7 @@
 const LIST_MOST = 300;
 
 function listRows(report) {
-  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5] })));
+  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5], clipped: row[6] })));
 }
 
 async function loadChunk(report, id) {
@@ -54,11 +54,12 @@ async function drawRollouts(report, state, change) {
     choose("step", "step", [["", "all"], ...steps.map((s) => [String(s), String(s)])], step),
     input("group", "group", "number"), input("reward from", "min", "number"), input("to", "max", "number"),
     choose("status", "status", [["", "any"], ...statuses.map((s) => [s, s])], state.status || ""),
-    choose("order", "order", [["", "by group"], ["down", "highest reward"], ["up", "lowest reward"]], state.order || ""),
+    choose("order", "order", [["", "by group"], ["down", "highest reward"], ["up", "lowest reward"], ...(rows.some((row) => row.clipped) ? [["clipped", "most clipped tokens"]] : [])], state.order || ""),
     input("text (press Enter)", "search", "search"),
     choose("colour of tokens", "color", report.columns.map(({ key, label }) => [key, label]), state.color || "advantage"));
   const found = await filterRows(report, rows, now);
-  if (state.order) found.sort((a, b) => (state.order === "down" ? -1 : 1) * ((a.reward ?? -Infinity) - (b.reward ?? -Infinity)));
+  if (state.order === "clipped") found.sort((a, b) => (b.clipped ?? -1) - (a.clipped ?? -1));
+  else if (state.order) found.sort((a, b) => (state.order === "down" ? -1 : 1) * ((a.reward ?? -Infinity) - (b.reward ?? -Infinity)));
   const list = make("div", { class: "list", "aria-label": "Rollouts" }), sheets = make("div", { class: "sheets", "aria-live": "polite" });
   page.append(filters, make("p", { class: "note", id: "count" }, `${found.length} of ${rows.length} rollouts`), make("div", { class: "browser" }, list, sheets));
   const nameOf = (row) => `${row.chunk}-${row.at}`;
@@ -120,6 +121,8 @@ function drawRecord(report, record, key, most, whole) {
   const facts = [`sample ${record.sample}`, `reward ${number(record.reward)}`, record.status];
   if (record.trained_reward !== undefined) facts.push(`trained with reward ${number(record.trained_reward)}`);
   if (!record.trainable) facts.push("not trainable");
+  const clipped = (record.tokens.reason || []).filter((reason) => reason && !["kept", "no_advantage"].includes(reason)).length;
+  if (clipped) facts.push(`${clipped} ${clipped === 1 ? "token" : "tokens"} clipped or left out`);
   const sheet = make("article", { class: "sheet" }, make("h3", {}, facts.map(show).join(", ")));
   if (whole && record.metadata && record.metadata.ground_truth !== undefined) sheet.append(make("p", { class: "note" }, "wanted: ", make("code", {}, write(record.metadata.ground_truth))));
   if (record.steps && record.steps.length) record.steps.forEach((step, k) => sheet.append(drawStep(record, step, k, key, most)));

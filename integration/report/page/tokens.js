@@ -1,14 +1,16 @@
 "use strict";
 // Tokens coloured by one of their numbers, each explained under the pointer, on focus and on touch.
 
-const LOG_PROBS = ["log_prob", "trainer", "reference", "proximal", "segment"];
+const LOG_PROBS = ["log_prob", "trainer", "reference", "proximal", "segment", "updated"];
+const RATIOS = ["ratio", "update_ratio"];
 
 function colorOf(key, value, most) {
   if (value === null || value === undefined) return "";
   const paint = (name, part) => `rgba(var(--${name}), ${(0.08 + 0.6 * Math.min(1, Math.max(0, part))).toFixed(3)})`;
   if (key === "mask") return value > 0 ? paint("on", value) : "";
   if (LOG_PROBS.includes(key)) return paint("cool", -value / 6);
-  if (key === "ratio") return value === 1 ? "" : paint(value > 1 ? "good" : "bad", value > 0 ? Math.abs(Math.log(value)) / 0.2 : 1);
+  if (key === "reason") return value === "no_advantage" ? "" : value === "kept" ? paint("on", 0.25) : /low/.test(value) ? paint("bad", 1) : /high/.test(value) ? paint("good", 1) : paint("cool", 1);
+  if (RATIOS.includes(key)) return value === 1 ? "" : paint(value > 1 ? "good" : "bad", value > 0 ? Math.abs(Math.log(value)) / 0.2 : 1);
   if (key === "weight" || key === "importance") return value > 0 ? paint("on", value / (most || 1)) : paint("bad", 1);
   if (key === "version") return value < 0 ? "" : `hsl(${(value * 67) % 360} 60% 55% / .38)`;
   if (value === 0) return "";
@@ -18,7 +20,7 @@ function colorOf(key, value, most) {
 function largest(tokenLists, key) {
   let most = 0;
   for (const tokens of tokenLists) (tokens[key] || []).forEach((value, i) => {
-    if (value !== null && (!tokens.mask || tokens.mask[i] > 0)) most = Math.max(most, Math.abs(value));
+    if (typeof value === "number" && (!tokens.mask || tokens.mask[i] > 0)) most = Math.max(most, Math.abs(value));
   });
   return most || 1;
 }
@@ -39,11 +41,16 @@ function drawTokens(tokens, key, most, from, to) {
   return box;
 }
 
-function explainToken(columns, { tokens, i }) {
+function explainToken({ columns, reasons }, { tokens, i }) {
   const list = make("dl", {});
   for (const { key, label, help } of columns) {
     if (!tokens[key] || tokens[key][i] === null) continue;
     const value = tokens[key][i];
+    if (key === "reason") {
+      const meaning = value.split(", ").map((name) => reasons[name] || "a mark of the loss").join("; ");
+      list.append(make("dt", { title: help }, label), make("dd", {}, show(value), make("div", { class: "dim" }, meaning)));
+      continue;
+    }
     const more = LOG_PROBS.includes(key) ? ` (probability ${number(Math.exp(value))})` : "";
     list.append(make("dt", { title: help }, label), make("dd", {}, number(value) + more, make("div", { class: "dim" }, help)));
   }
@@ -52,7 +59,7 @@ function explainToken(columns, { tokens, i }) {
 
 function legend(key, columns, most) {
   const box = make("div", { class: "legend" }, (columns.find((column) => column.key === key) || { label: key }).label + ":");
-  const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "ratio" ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
+  const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "reason" ? ["kept", "clip_low", "clip_high", "masked"] : RATIOS.includes(key) ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
   for (const value of values) {
     const mark = make("i", {}, number(value));
     mark.style.background = colorOf(key, value, most);
@@ -62,11 +69,11 @@ function legend(key, columns, most) {
   return box;
 }
 
-function installTip(columns) {
+function installTip(report) {
   const tip = document.getElementById("tip");
   const hide = () => { tip.hidden = true; };
   const open = (span) => {
-    tip.replaceChildren(...explainToken(columns, span.token));
+    tip.replaceChildren(...explainToken(report, span.token));
     tip.hidden = false;
     const box = span.getBoundingClientRect();
     const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);

@@ -18,7 +18,7 @@ from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, c
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_checkpoint
-from rollouts.backends.unread_metrics import MetricReads
+from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.errors import CheckpointError
 from rollouts.models.forward import (
@@ -89,6 +89,7 @@ class TorchFuncTrainingBackend:
             BackendFeature.OUTPUTS,
             BackendFeature.TOKENS,
             BackendFeature.EXPERTS,
+            BackendFeature.RECORDS,
         }
     )
 
@@ -158,9 +159,10 @@ class TorchFuncTrainingBackend:
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch. Its metrics are read with the norm in optim_step, or when somebody asks for them."""
+        recorded = list_recorded(batch)
         batch = admit_batch(batch, self.limits, self.device)
         self.state, metrics = accumulate_gradient(self.state, batch, loss_fn, self._train, with_entropy=with_entropy)
-        return ImmediateTrainFuture(self._reads.add(metrics), "forward_backward")
+        return ImmediateTrainFuture(self._reads.add(self._reads.keep_recorded(metrics, recorded)), "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Run apply_update. Raises BackendError for a non-finite parameter, and after max_skipped_updates skips in a row."""
@@ -194,6 +196,12 @@ class TorchFuncTrainingBackend:
         """Run forward and add the load of the experts to that of the step."""
         self.state = count_experts(self.state, admit_batch(batch, self.limits, self.device), self._evaluate)
         return ImmediateTrainFuture(None, "count_experts")
+
+    # -- BackendFeature.RECORDS
+
+    def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
+        """Return what losses told of the tokens of recorded rows since the last call."""
+        return ImmediateTrainFuture(self._reads.take_recorded(), "take_recorded")
 
     # -- BackendFeature.WEIGHT_VIEWS
 

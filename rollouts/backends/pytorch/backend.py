@@ -39,7 +39,7 @@ from rollouts.backends.pytorch.files import (
     write_checkpoint,
 )
 from rollouts.backends.ranks.distributed import Ranks
-from rollouts.backends.unread_metrics import MetricReads
+from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
@@ -86,6 +86,7 @@ _FEATURES = frozenset(
         BackendFeature.OUTPUTS,
         BackendFeature.TOKENS,
         BackendFeature.EXPERTS,
+        BackendFeature.RECORDS,
     }
 )
 
@@ -192,6 +193,7 @@ class PyTorchTrainingBackend:
         Returns: see TrainingBackend; for a batch with advantages and skip_redundant also zero_gradient_fraction: 1 if the gradient is
             exactly zero and no backward pass was run through the model, else 0.
         """
+        recorded = list_recorded(batch)
         batch, packed = self._admit(batch, dropout=batch.has_dropout)
         with training_mode(self.model, dropout=batch.has_dropout), replaying(batch, self._options, packed):
             foreseen = ForeseenLoss(lambda outputs: loss_fn(outputs, batch)[0]) if self._foresees else None
@@ -206,7 +208,8 @@ class PyTorchTrainingBackend:
         self._load = add_loads(self._load, outputs.expert_load)
         self._has_gradient = True
         skipped = {"zero_gradient_fraction": float(not has_gradient)} if self._skips(batch) else {}
-        return ImmediateTrainFuture(self._reads.add(list_metrics(loss, {**metrics, **skipped}, batch)), "forward_backward")
+        metrics = {**self._reads.keep_recorded(metrics, recorded), **skipped}
+        return ImmediateTrainFuture(self._reads.add(list_metrics(loss, metrics, batch)), "forward_backward")
 
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
@@ -262,6 +265,12 @@ class PyTorchTrainingBackend:
             outputs = self._run(batch, packed, with_entropy=False)
         self._counted = add_loads(self._counted, outputs.expert_load)
         return ImmediateTrainFuture(None, "count_experts")
+
+    # -- BackendFeature.RECORDS
+
+    def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
+        """Return what losses told of the tokens of recorded rows since the last call."""
+        return ImmediateTrainFuture(self._reads.take_recorded(), "take_recorded")
 
     # -- BackendFeature.WEIGHT_VIEWS
 
