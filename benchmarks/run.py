@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -167,6 +168,12 @@ def read_baseline(path: Path) -> list[dict[str, Any]]:
         sys.exit(f"--compare: {path} is not a file that --json wrote: {error!r}")
 
 
+def spent_by_children() -> float:
+    """Return the processor seconds of all ended processes of rows."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def run(work_name: str, only: Sequence[str], baseline: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """Measure all rows and print each when it is there."""
     found: list[dict[str, Any]] = []
@@ -174,9 +181,10 @@ def run(work_name: str, only: Sequence[str], baseline: Sequence[Mapping[str, Any
     for turn, (number, table) in enumerate(planned, 1):
         names = ", ".join(row.row for row in table)
         print(f"{turn}/{len(planned)} {names}: {table[0].size}, {table[0].alternative}", file=sys.stderr, flush=True)
-        started = time.monotonic()
+        started, spent = time.monotonic(), spent_by_children()
         outcome = measure_in_process_of_its_own(number, table[0], work_name)
-        print(f"  {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+        wall, processor = time.monotonic() - started, spent_by_children() - spent
+        print(f"  {wall:.0f} s, {processor:.0f} s of processors", file=sys.stderr, flush=True)
         for row in table:
             described = row.describe(outcome)
             found.append(described if baseline is None else add_baseline(described, baseline))

@@ -36,8 +36,10 @@ def change(value: Value, **changes: Any) -> Value:
     For dataclasses without slots and fields outside __init__.
     """
     copied, fields = object.__new__(type(value)), vars(value)
-    assert changes.keys() <= fields.keys(), f"{type(value).__name__} has no {sorted(changes.keys() - fields.keys())}"
-    vars(copied).update(fields, **changes)
+    changed = vars(copied)
+    changed.update(fields)
+    changed.update(changes)
+    assert len(changed) == len(fields), f"{type(value).__name__} has no {sorted(changes.keys() - fields.keys())}"
     return copied
 
 

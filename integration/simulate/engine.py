@@ -51,7 +51,11 @@ class GroupRequest:
 
     def active_seconds(self, now: float) -> float:
         """Return the slot seconds that its responses have used so far."""
-        return sum(min(end, now) - start for start, end in zip(self.starts, self.ends, strict=True) if start < now)
+        seconds = 0.0
+        for start, end in zip(self.starts, self.ends, strict=True):
+            if start < now:
+                seconds += (end if end < now else now) - start
+        return seconds
 
 
 class EngineSlots:
@@ -289,9 +293,9 @@ class SimulatedFleet:
         counts = self._count_tokens(request)
         versions = sorted(counts)
         if request.status is Status.COMPLETED:  # sums of floats are inexact
-            produced = [target - done for target, done in zip(request.targets, request.done, strict=True)]
+            progress = list(request.targets)
         else:
-            produced = [self._tokens_at(request, k, request.stopped_at or 0.0) for k in range(len(request.targets))]
+            progress = [done + self._tokens_at(request, k, request.stopped_at or 0.0) for k, done in enumerate(request.done)]
         start = request.sample
         assert start.rollout_log_probs is not None and start.weight_versions is not None
         more = (-0.5,) * len(versions)
@@ -304,7 +308,7 @@ class SimulatedFleet:
             segment_log_probs=None if start.segment_log_probs is None else start.segment_log_probs + more,
             segment_versions=None if start.segment_versions is None else start.segment_versions + (-1,) * len(versions),
             status=request.status,
-            metadata={**start.metadata, "done": [done + new for done, new in zip(request.done, produced, strict=True)]},
+            metadata={**start.metadata, "done": progress},
         )
 
     def _count_tokens(self, request: GroupRequest) -> dict[int, int]:
@@ -313,16 +317,16 @@ class SimulatedFleet:
         counts: dict[int, int] = {}
         if not request.is_planned:
             return counts
-        for k, start in enumerate(request.starts):
-            version, before = bisect_right(self._changes, start) - 1, 0
-            total = (
-                request.targets[k] - request.done[k]
-                if request.status is Status.COMPLETED
-                else self._tokens_at(request, k, request.stopped_at)
-            )
+        changes, newest, rate = self._changes, len(self._changes) - 1, self.section.token_rate
+        for k, (start, end) in enumerate(zip(request.starts, request.ends, strict=True)):
+            version, before = bisect_right(changes, start) - 1, 0
+            if request.status is Status.COMPLETED:
+                total = request.targets[k] - request.done[k]
+            else:
+                total = self._tokens_at(request, k, request.stopped_at)
             while before < total:
-                last = version + 1 == len(self._changes) or self._changes[version + 1] >= request.ends[k]
-                until = total if last else min(total, self._tokens_at(request, k, self._changes[version + 1]))
+                is_last = version == newest or changes[version + 1] >= end
+                until = total if is_last else min(total, int((changes[version + 1] - start) * rate + _ALMOST))
                 if until > before:
                     counts[version] = counts.get(version, 0) + until - before
                 before, version = until, version + 1
@@ -428,7 +432,8 @@ class SimulatedFleet:
 
     def count_busy_slots(self) -> int:
         """Return the number of occupied slots."""
-        return sum(map(self.now.__lt__, chain.from_iterable(engine.free_from for engine in self._engines)))
+        ends = np.fromiter(chain.from_iterable(engine.free_from for engine in self._engines), float)
+        return int(np.count_nonzero(ends > self.now))
 
     def active_seconds(self) -> float:
         """Return the seconds of generation, summed over the slots."""

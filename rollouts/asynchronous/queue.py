@@ -206,7 +206,10 @@ class LocalRolloutCache:
 
     def add(self, result: TimedResult) -> None:
         """Insert a result at its place; at the end, the usual place, this is cheap."""
-        insort(self._results, result, key=lambda other: other.order)
+        if not self._results or self._results[-1].order <= result.order:
+            self._results.append(result)
+        else:
+            insort(self._results, result, key=lambda other: other.order)
 
     def take_first_n(self, n: int) -> tuple[TimedResult, ...]:
         """Remove and return the n oldest results, or all if there are fewer."""

@@ -48,29 +48,41 @@ class ByIndex(Mapping[int, Value], Generic[Value]):
 
     def having(self, items: Mapping[int, Value]) -> ByIndex[Value]:
         """Return the mapping with these items added or replaced."""
-        return self._edit(items, items)
+        copied, size = dict[int, dict[int, Value]](), self._size
+        for index, value in items.items():
+            block = self._copy_block(index // _BLOCK_SIZE, copied)
+            size += index not in block
+            block[index] = value
+        return self._replace(copied, size)
 
     def without(self, indices: Iterable[int]) -> ByIndex[Value]:
         """Return the mapping without those of these indices that it has."""
-        return self._edit(indices, {})
-
-    def _edit(self, indices: Iterable[int], items: Mapping[int, Value]) -> ByIndex[Value]:
-        blocks, copied, size = self._blocks.copy(), set[int](), self._size
+        if not self._size:
+            return self
+        copied, size = dict[int, dict[int, Value]](), self._size
         for index in indices:
-            number = index // _BLOCK_SIZE
-            if number not in copied:
-                blocks[number] = blocks.get(number, {}).copy()
-                copied.add(number)
-            block = blocks[number]
-            size -= len(block)
-            if index in items:
-                block[index] = items[index]
+            block = self._copy_block(index // _BLOCK_SIZE, copied)
+            if index in block:
+                del block[index]
+                size -= 1
+        return self._replace(copied, size)
+
+    def _copy_block(self, number: int, copied: dict[int, dict[int, Value]]) -> dict[int, Value]:
+        """Return the copy of a block, which is among those that were copied from now on."""
+        block = copied.get(number)
+        if block is None:
+            before = self._blocks.get(number)
+            block = copied[number] = {} if before is None else before.copy()
+        return block
+
+    def _replace(self, copied: Mapping[int, dict[int, Value]], size: int) -> ByIndex[Value]:
+        """Return the mapping of this size with these blocks in place of its own."""
+        blocks = self._blocks.copy()
+        for number, block in copied.items():
+            if block:
+                blocks[number] = block
             else:
-                block.pop(index, None)
-            size += len(block)
-        for number in copied:
-            if not blocks[number]:
-                del blocks[number]
+                blocks.pop(number, None)
         edited: ByIndex[Value] = object.__new__(ByIndex)
         edited._blocks, edited._size = blocks, size
         return edited
@@ -196,6 +208,15 @@ class RolloutState:
     def counts(self) -> RolloutCounts:
         """Number of rollouts in each state."""
         return RolloutCounts(enqueued=len(self.waiting), running=len(self.running), accepted=self.accepted, rejected=self.rejected)
+
+    def agrees(self, counts: RolloutCounts) -> bool:
+        """Whether these are the numbers of rollouts in each state; cheaper than a comparison with `counts`."""
+        return (
+            counts.running == len(self.running)
+            and counts.enqueued == len(self.waiting)
+            and counts.accepted == self.accepted
+            and counts.rejected == self.rejected
+        )
 
     @property
     def first_open(self) -> float:

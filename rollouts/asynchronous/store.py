@@ -38,7 +38,8 @@ class RolloutStore:
             logging.getLogger(__name__).warning("%s", warning)
         has_closed = bool(state.held) and state.num_open < self.state.num_open
         self.state = change(state, warnings=()) if state.warnings else state
-        self.parts.manager.follow(self.state.counts)
+        if not self.state.agrees(self.parts.manager.get_stats()):
+            self.parts.manager.follow(self.state.counts)
         if has_closed:
             self._pass_on()
 
@@ -79,7 +80,8 @@ class RolloutStore:
         if rules.on_demand:
             room = max(0, min(room, self.state.num_wanted - len(self.state.running) - self.num_finished))
         state, started = transitions.start(rules, self.state, room, now)
-        self.set(state)
+        if state is not self.state:
+            self.set(state)
         num_new = room - len(started) - len(state.waiting)
         if num_new <= 0:
             return started

@@ -151,12 +151,14 @@ class RolloutTasks:
                     outcome = self.set_error(index, reduce_alike(error))
                     if outcome.may_be_outage and not self._store.state.running[index].scoring and not task.scope.cancel_called:
                         outcome = await self._probe.complete(outcome)
-                await self._wait_for_edit(index)
+                if self._store.state.edited:
+                    await self._wait_for_edit(index)
         except Exception as error:  # raised in a nursery of the user while it was cancelled, so that it left the block beside Cancelled
             outcome = self.set_error(index, reduce_alike(error))
         if outcome is None or (task.scope.cancelled_caught and not isinstance(outcome, Failed)):
             outcome = Stopped(cancelled=True)
-        await self._wait_for_edit(index)
+        if self._store.state.edited:
+            await self._wait_for_edit(index)
         del self._tasks[index]
         self._store.end(index, outcome)
         task.generated.set()

@@ -63,6 +63,8 @@ def start(rules: RolloutRules, state: RolloutState, room: int, now: float) -> tu
 
     Returns: the state, and the indices that started.
     """
+    if not state.waiting:  # as before most prompts are taken from the data
+        return state, ()
     started: list[int] = []
     while True:
         due = (i for i in state.waiting if i not in state.edited and state.delayed.get(i, now) <= now)
@@ -82,6 +84,8 @@ def start(rules: RolloutRules, state: RolloutState, room: int, now: float) -> tu
 
 def find_next_start(state: RolloutState, now: float) -> float:
     """Return the earliest time after now at which a waiting group may start; infinity if there is none."""
+    if not state.delayed:
+        return math.inf
     return min((start_at for start_at in state.delayed.values() if start_at > now), default=math.inf)
 
 

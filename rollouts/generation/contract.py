@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import trio
 
@@ -110,15 +109,15 @@ def bind_generate_fn(
     assert num_samples >= 1, f"num_samples is {num_samples}, expected at least 1"
     assert num_baseline >= 0, f"num_baseline is {num_baseline}, expected at least 0"
     continues, is_async = accepts_partial(generate_fn), is_async_function(generate_fn)
+    function_name = describe_function(generate_fn)
 
     async def generate(pending: PendingGroup) -> Group:
-        call = functools.partial(generate_fn, pending.prompt, num_samples)
-        if continues:
-            call = functools.partial(call, partial=pending.samples)
+        more = {"partial": pending.samples} if continues else {}
         try:
             if is_async:
-                result = call()
+                result = generate_fn(pending.prompt, num_samples, **more)
             else:  # boxed, because trio refuses a plain function that returns a coroutine, as a lambda around an async one does
+                call = functools.partial(generate_fn, pending.prompt, num_samples, **more)
                 (result,) = await trio.to_thread.run_sync(lambda: (call(),), abandon_on_cancel=True, limiter=thread_limiter)
             if inspect.isawaitable(result):
                 result = await result
@@ -127,9 +126,9 @@ def bind_generate_fn(
         except BaseException as error:  # such as SystemExit, which must not end the program
             if is_passed_on(error):
                 raise
-            what = f"{describe_function(generate_fn)} raised {type(error).__name__} ({locate_error(error)})"
+            what = f"{function_name} raised {type(error).__name__} ({locate_error(error)})"
             raise GenerationError(f"{what} for prompt {pending.prompt.index}: {error}") from error
-        return check_generated_group(result, pending.prompt, num_samples, describe_function(generate_fn), num_baseline=num_baseline)
+        return check_generated_group(result, pending.prompt, num_samples, function_name, num_baseline=num_baseline)
 
     return generate
 
@@ -145,8 +144,8 @@ def check_generated_group(
     """
     size = num_samples + num_baseline
     samples = tuple(result) if isinstance(result, Sequence) else (result,)
-    wrong = sorted({type(sample).__name__ for sample in samples if not isinstance(sample, Sample)})
-    if wrong:
+    if not _are_samples(samples):
+        wrong = sorted({type(sample).__name__ for sample in samples if not isinstance(sample, Sample)})
         raise GenerationError(
             f"{function_name} returned {', '.join(wrong)} for prompt {prompt.index}, expected a sequence of {size} Samples"
         )
@@ -159,16 +158,18 @@ def check_generated_group(
             "a group is the n samples of one prompt; return FAILED samples for those that could not be generated"
         )
     for sample in samples:
-        if isinstance(sample, Sample) and sample.status is Status.PENDING and sample.tokens:
+        if sample.status is Status.PENDING and sample.tokens:
             raise GenerationError(
                 f"{function_name} returned a sample of prompt {prompt.index} with {len(sample.tokens)} tokens and status pending: "
                 "set status to COMPLETED, TRUNCATED, or ABORTED if it is to be continued"
             )
-        if isinstance(sample, Sample) and not FIELD_OF_KEY.keys().isdisjoint(sample.metadata):
+        if sample.metadata and not FIELD_OF_KEY.keys().isdisjoint(sample.metadata):
             _check_metadata(sample, prompt, function_name)
-    return tuple(
-        _put_in_place(sample, prompt.index, size, k, k < num_samples) for k, sample in enumerate(samples) if isinstance(sample, Sample)
-    )
+    return tuple([_put_in_place(sample, prompt.index, size, k, k < num_samples) for k, sample in enumerate(samples)])
+
+
+def _are_samples(values: Sequence[Any]) -> TypeGuard[Sequence[Sample]]:
+    return all(isinstance(value, Sample) for value in values)
 
 
 def _check_metadata(sample: Sample, prompt: Prompt, function_name: str) -> None:
@@ -193,15 +194,16 @@ def _put_in_place(sample: Sample, group_index: int, size: int, k: int, trainable
 _REQUEST_IDS: ContextVar[set[str] | None] = ContextVar("request ids of a rollout", default=None)
 
 
-@contextmanager
-def collect_requests() -> Generator[set[str]]:
-    """Collect the ids that note_request is given in the block and in tasks started there, so that these requests can be aborted alone."""
-    request_ids: set[str] = set()
-    token = _REQUEST_IDS.set(request_ids)
-    try:
-        yield request_ids
-    finally:
-        _REQUEST_IDS.reset(token)
+class collect_requests:  # a context manager reads as a verb
+    """Context manager of the ids that note_request is given in its block and in tasks started there, so that they can be aborted alone."""
+
+    def __enter__(self) -> set[str]:
+        request_ids: set[str] = set()
+        self._token = _REQUEST_IDS.set(request_ids)
+        return request_ids
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        _REQUEST_IDS.reset(self._token)
 
 
 def note_request(request_id: str) -> None:

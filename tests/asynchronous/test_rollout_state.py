@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from samples import make_versioned_sample
 
 from rollouts.asynchronous import transitions
-from rollouts.asynchronous.capacity import clamp_capacity
+from rollouts.asynchronous.capacity import RolloutCounts, clamp_capacity
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.create import create_filtered_capacity_modifier, create_parts, register_capacity_modifiers
 from rollouts.asynchronous.queue import LocalRolloutCache, LocalRolloutQueue, TimedResult
@@ -265,6 +265,19 @@ def test_an_error_of_a_users_queue_or_cache_leaves_each_group_in_one_place(parts
     assert sorted(rollout.prompt.index for rollout in store.finished) == [0, 1, 2, 3]
     finished = store.state_dict()["finished"]
     assert len(finished["ready"]) + len(finished["held"]) == 4
+
+
+def test_counts_from_outside_are_overwritten_by_the_next_transition_even_by_one_that_moves_no_rollout():
+    config = RolloutConfig(batch_size=BATCH_SIZE, generate_fn=lambda prompt, n: ())
+    parts = create_parts(DataBuffer(["a"]), config, AsyncConfig(max_staleness=1, max_concurrent_rollouts=3))
+    store = RolloutStore(parts, 0, clock=lambda: 0.0)
+    assert store.start_rollouts() == (0, 1, 2)
+    assert parts.manager.get_stats() == RolloutCounts(running=3) and store.state.agrees(parts.manager.get_stats())
+    for note in ("enqueued", "submitted", "accepted", "rejected"):
+        getattr(parts.manager, f"on_rollout_{note}")()
+        assert not store.state.agrees(parts.manager.get_stats())
+        store.update(num_wanted=1)
+        assert parts.manager.get_stats() == RolloutCounts(running=3)
 
 
 INDICES = st.integers(0, 300)  # several blocks
