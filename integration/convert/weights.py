@@ -13,15 +13,16 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from integration.parts.adapters import ADAPTER_CONFIG, find_base, merge_adapters
 from integration.parts.rewards import find_reward_model
 from integration.run.directory import find_result
-from integration.settings.command_line import RUN_FILE
+from integration.settings.command_line import RUN_FILE, find_run
 from rollouts.backends.lora.files import BASE_FILE
 from rollouts.backends.weights.fill import FileWeights
 from rollouts.config_files import read_json
@@ -32,7 +33,6 @@ from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, check_finite_weigh
 from rollouts.output_files import explain_writes
 from rollouts.training.checkpoints import MANIFEST_FILE, RUN_STATE_FILE, verify_checkpoint
 
-ADAPTER_CONFIG = "adapter_config.json"
 _OWN = (MANIFEST_FILE, RUN_STATE_FILE, WEIGHT_VERSION_FILE)
 """Files of a checkpoint that are no part of a model."""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")
@@ -57,8 +57,7 @@ def find_source(path: Path) -> Source:
         return Source(find_result(path) or check_model_directory(find_reward_model(path)), path)
     if (path / MANIFEST_FILE).is_file():
         verify_checkpoint(path)
-        run = path.resolve().parents[2] if len(path.resolve().parents) > 2 else None
-        return Source(path, run if run is not None and (run / RUN_FILE).is_file() else None)
+        return Source(path, find_run(path))
     if (path / ADAPTER_CONFIG).is_file():
         return Source(path)
     return Source(check_model_directory(path))
@@ -105,24 +104,9 @@ def convert(
 
 def _merge(adapters: Path, base: str | None, target: Path) -> Path:
     """Merge adapters of peft into the model that they were trained on, float32."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapters are merged by the package peft: pip install 'rollouts-rl[lora]'") from error
-
-    given = base or read_json(adapters / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not given or not Path(given).is_dir():
-        whole = adapters.parent if (adapters / BASE_FILE).is_file() and (adapters.parent / "config.json").is_file() else None
-        advice = f", or convert {whole}, which is the merged model" if whole is not None else ""
-        raise ConfigError(
-            f"{adapters} holds adapters, and their base {given or '(none named)'} is no directory here: give --base DIR{advice}"
-        )
-    model = load_hf_model(given)
-    try:
-        merged = cast("Any", peft.PeftModel).from_pretrained(model, str(adapters)).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"the adapters in {adapters} do not fit {given}: {str(error).splitlines()[0]}") from error
-    merged.save_pretrained(target)
+    whole = adapters.parent if (adapters / BASE_FILE).is_file() and (adapters.parent / "config.json").is_file() else None
+    given = find_base(adapters, "give --base DIR" + (f", or convert {whole}, which is the merged model" if whole is not None else ""), base)
+    merge_adapters(load_hf_model(given), adapters).save_pretrained(target)
     load_tokenizer(given).save_pretrained(target)
     return target
 

@@ -21,8 +21,8 @@ from integration.run.exit_status import run_command
 from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import (
     CONFIG_FILE,
-    RUN_FILE,
     answer_help,
+    find_run,
     name_as_typed,
     parse_flags,
     read_base,
@@ -148,26 +148,19 @@ def parse(argv: Sequence[str]) -> Command:
 
 def _lacks_task(models: Sequence[str], flags: Sequence[str], arguments: Arguments) -> bool:
     """Whether neither the options, nor a file of settings, nor a run of a MODEL chose the task, which is a built-in one."""
-    chosen = value_of(flags, "--task") is not None or arguments.config_file is not None or any(map(_find_run, models))
+    chosen = value_of(flags, "--task") is not None or arguments.config_file is not None or any(map(find_run, map(Path, models)))
     return not chosen and arguments.config.task in SELF_MADE_TASKS
 
 
 def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
     """Return the settings of the run of the first model that is of one, else the defaults of the task."""
-    run = next((found for found in map(_find_run, models) if found is not None), None)
+    run = next((found for found in map(find_run, map(Path, models)) if found is not None), None)
     if run is None:
         return create_default_config(value_of(flags, "--task"))
     saved = read_saved(Config, run / CONFIG_FILE)
     section = EngineSection(dtype=saved.engine.dtype)
     rest: dict[str, Any] = {"backend": BackendSection(), "lora": LoRASection(), "checkpoint": CheckpointConfig(), "loggers": ()}
     return replace(saved, output_dir=None, engine=section, **rest)
-
-
-def _find_run(model: str) -> Path | None:
-    """Return the run directory that a MODEL is, or is in; None if it is none."""
-    path = Path(model)
-    places = (path, *path.absolute().parents[:3]) if path.exists() else ()
-    return next((place for place in places if (place / RUN_FILE).is_file() and (place / CONFIG_FILE).is_file()), None)
 
 
 def run(command: Command) -> int:

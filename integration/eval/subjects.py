@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from integration.parts.adapters import ADAPTER_CONFIG, find_base, merge_adapters
 from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
 from integration.parts.models import create_model
 from integration.run.directory import find_result
@@ -64,10 +64,11 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
             return _find_on_hub(model, config)
         if path.is_dir() and (path / RUN_FILE).is_file():
             return Subject(name=model, directory=check_model_directory(_find_result(path)))
-        if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
             if (path.parent / "config.json").is_file():  # beside the merged weights of a checkpoint
                 return Subject(name=model, directory=check_model_directory(path.parent))
-            return _find_adapter(model, path)
+            base = find_base(path, "put it there, or convert the adapters with --base DIR and name the result")
+            return Subject(name=model, directory=check_model_directory(base), adapter=path)
         return Subject(name=model, directory=check_model_directory(path))
     except ConfigError as error:
         text = str(error)
@@ -80,16 +81,6 @@ def _find_result(run: Path) -> Path:
     if found is None:
         raise ConfigError(f"the run {run} has no checkpoint of a language model yet: wait for one, or name a model directory")
     return found
-
-
-def _find_adapter(model: str, path: Path) -> Subject:
-    try:
-        base = str(json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}/adapter_config.json names no base model: {error!r}") from error
-    if not Path(base).is_dir():
-        raise ConfigError(f"{path} is an adapter on {base!r}, which is no directory here: merge it, or put the base there")
-    return Subject(name=model, directory=check_model_directory(base), adapter=path)
 
 
 def _find_on_hub(model: str, config: Config) -> Subject:
@@ -158,7 +149,7 @@ async def open_subject(
     if not subject.urls:
         model, _ = create_model(config)
         if subject.adapter is not None:
-            model = merge_adapter(model, subject.adapter)
+            model = merge_adapters(model, subject.adapter)
         async with create_embedded_engine(config, model, tokenizer, is_trained=False) as engine:
             yield engine
         return
@@ -170,18 +161,6 @@ async def open_subject(
             yield engines[0]
         else:
             yield await stack.enter_async_context(EngineFleet(engines, config=create_fleet_config(config)))
-
-
-def merge_adapter(model: Any, adapter: Path) -> Any:
-    """Return the model with an adapter of peft merged into its weights. Raises ConfigError."""
-    try:
-        from peft import PeftModel
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the adapter {adapter} needs the package peft: pip install 'rollouts-rl[lora]'") from error
-    try:
-        return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"the adapter {adapter} does not fit its base: {error}") from error
 
 
 async def check_subject(config: Config, subject: Subject, environment: Mapping[str, str]) -> None:

@@ -322,6 +322,12 @@ def read_base(argv: Sequence[str], default: C) -> C:
     return default if path is None else read_config_file(Path(path), default)
 
 
+def find_run(path: Path) -> Path | None:
+    """Return the run directory that a path is, or is in; None if there is none."""
+    places = (path, *path.resolve().parents) if path.exists() else ()
+    return next((place for place in places if (place / CONFIG_FILE).is_file() and (place / RUN_FILE).is_file()), None)
+
+
 def read_saved(kind: type[C], path: Path) -> C:
     """Read the config.json of a run. A version of this library before model.kernels recorded none: its runs go on with torch's."""
     config: Any = load_config(kind, path)

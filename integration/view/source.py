@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE
+from integration.settings.command_line import CONFIG_FILE, find_run
 from integration.settings.sections import ModelSection
 from integration.view.tokens import Decode
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -175,14 +175,6 @@ def has_type(value: object, annotation: str) -> bool:
 
 
 # -- the tokenizer
-
-
-def find_run(path: Path) -> Path | None:
-    """Return the run directory that contains a file or directory; None if there is none."""
-    for directory in (path, *path.resolve().parents):
-        if (directory / CONFIG_FILE).is_file() and (directory / RUN_FILE).is_file():
-            return directory
-    return None
 
 
 def find_decoder(path: Path, directory: Path | None) -> Decode | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from integration.convert.__main__ import main
-from integration.convert.weights import find_source
+from integration.convert.weights import convert, find_source
 from integration.eval.subjects import find_subject
+from integration.parts.adapters import merge_adapters
 from integration.settings.config import Config
 from integration.train import main as train
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.errors import ConfigError
 from rollouts.models.heads import create_reward_model
 from rollouts.testing import create_tiny_model
 
@@ -233,3 +236,17 @@ def test_the_result_of_a_run_is_its_best_checkpoint_for_every_command(run_direct
     for summary, expected in (({}, last), ({"best": {"sft": {"checkpoint": "sft/checkpoints/step_0001"}}}, best)):
         (run / "summary.json").write_text(json.dumps(summary))
         assert find_source(run).directory == find_subject(str(run), Config()).directory == expected
+
+
+def test_adapters_are_refused_by_every_command_in_the_same_words(tmp_path: Path):
+    """Their base is not here, and then it is one that they are not of."""
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "base")}))
+    told = f"{adapters} holds adapters, and their base {tmp_path / 'base'} is no directory here"
+    with pytest.raises(ConfigError, match=re.escape(told) + ": put it there, or convert the adapters with --base DIR"):
+        find_subject(str(adapters), Config())
+    with pytest.raises(ConfigError, match=re.escape(told) + ": give --base DIR$"):
+        convert(find_source(adapters), tmp_path / "plain", dtype=None, max_file_bytes=1 << 30)
+    with pytest.raises(ConfigError, match="do not fit their base"):
+        merge_adapters(create_tiny_model(), adapters)

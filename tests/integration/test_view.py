@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rich.text import Text
 from test_trajectories import json_values
 
+from integration.settings.command_line import find_run
 from integration.train import main as train
 from integration.view.__main__ import main, write_lines
-from integration.view.source import find_decoder, find_run
+from integration.view.source import find_decoder
 from integration.view.tokens import REASONS, Palette, Token, explain_reason, split_text
 from rollouts.algorithms.anchors import GiGPOSettings, hash_observation
 from rollouts.algorithms.estimators import estimate_gigpo
