@@ -11,6 +11,7 @@ from integration.run.directory import read_facts
 from integration.settings.command_line import CONFIG_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.option_effects import find_changes, list_options
+from integration.settings.paths import PATHS, strip_directories
 from integration.settings.task_defaults import find_default
 from rollouts.config_files import read_json
 from rollouts.errors import make_safe, redact
@@ -71,10 +72,12 @@ def _write(front: Mapping[str, Any], title: str, lines: list[str]) -> str:
 
 def _list_facts(config: Config, mode: str) -> dict[str, str]:
     """Return data, reward and algorithm by name."""
-    data = ", ".join(filter(None, [_file(config.data.path), *map(_file, config.data.mixture)])) or f"made by the task {config.task}"
+    files = [*filter(None, [_public("data.path", config.data.path)]), *_public("data.mixture", config.data.mixture)]
+    data = ", ".join(files) or f"made by the task {config.task}"
     facts = {"task": config.task, "data": data, "seed": str(config.seed)}
     if "rl" in mode:
-        reward = _file(config.reward.function) or _file(config.reward.model) or "that of the task"
+        own, model = _public("reward.function", config.reward.function), _public("reward.model", config.reward.model)
+        reward = own or model or "that of the task"
         facts |= {"reward": reward, "algorithm": config.rl.algorithm, "prompts per step": str(config.rl.prompts_per_step)}
         facts["samples per prompt"] = str(config.rl.samples_per_prompt)
     if config.lora.rank:
@@ -98,23 +101,19 @@ def _list_settings(config: Config) -> list[str]:
 
 def _public(name: str, value: Any) -> Any:
     """Return a value without directories of one's own: the last part of paths."""
-    if isinstance(value, str) and name.rpartition(".")[2] in ("path", "eval_path", "function", "model", "factory", "expert"):
-        return _name_model(value) if name == "model.path" else _file(value)
-    return value
+    if name == "model.path" or name not in PATHS or not isinstance(value, str | tuple):
+        return _name_model(value) if name == "model.path" else value
+    return strip_directories(name, value) if isinstance(value, str) else [strip_directories(name, text) for text in value]
 
 
 def _toml(value: Any) -> str:
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
-def _file(path: str | None) -> str | None:
-    return None if path is None else path.replace("\\", "/").rpartition("/")[2]
-
-
 def _name_model(path: str | None) -> str:
     if path is None:
         return "the built-in model"
-    return path if path.count("/") == 1 and not path.startswith((".", "/", "~")) else str(_file(path.rstrip("/")))
+    return path if path.count("/") == 1 and not path.startswith((".", "/", "~")) else strip_directories("model.path", path)
 
 
 def _cell(value: str) -> str:

@@ -14,10 +14,11 @@ from typing import Any
 import trio
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
+from integration.settings.paths import has_moved, with_absolute_paths
 from rollouts.config_files import read_json, save_config, to_dict
 from rollouts.errors import ConfigError, OutputError
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import MANIFEST_FILE, has_checkpoints, latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, has_checkpoints, latest_checkpoint, load_run_state
 from rollouts.training.metrics import truncate_log
 
 METRICS_FILE = "metrics.jsonl"
@@ -117,6 +118,7 @@ def prepare_directory(
     Raises: ConfigError if the directory holds a run and resume is False, or if settings differ from those of the interrupted run;
         CheckpointError if it has checkpoints but none is intact; OutputError if it cannot be written.
     """
+    config = with_absolute_paths(config)
     if not any(has_checkpoints(directory) for directory in checkpoint_dirs):
         aside = _move_aside(output_dir)
         if aside is not None:
@@ -126,19 +128,20 @@ def prepare_directory(
         return
     if not resume:
         raise ConfigError(f"{output_dir} already holds a run: add --resume to go on with it, or choose another --output-dir")
-    saved = to_dict(read_saved(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
-    changed = [
-        f"{name}: {before!r} -> {after!r}"
-        for name, (before, after) in sorted(compare_settings(saved, to_dict(config)).items())
-        if not name.startswith(may_change)
-    ]
-    if changed:
+    saved = with_absolute_paths(read_saved(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
+    differing = sorted(compare_settings(to_dict(saved), to_dict(config)).items())
+    differing = [(name, values) for name, values in differing if not name.startswith(may_change)]
+    if changed := [f"{name}: {before!r} -> {after!r}" for name, (before, after) in differing if not has_moved(name, before, after)]:
         raise ConfigError(
             f"--resume with other settings than the run was started with: {'; '.join(changed)}. Leave them out, or give the first value "
             "of each"
         )
+    for name, (before, after) in differing:
+        tell(f"{name}: {before!r} is no longer there, and {after!r} is taken in its place")
     save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
     checkpoint = next((c for directory in checkpoint_dirs if (c := latest_checkpoint(directory)) is not None), None)
+    for problem in (problem for directory in checkpoint_dirs for problem in find_damaged(directory)):
+        tell(f"warning: a checkpoint is passed over, and the steps behind the one before it are trained again: {problem}")
     gap = truncate_log(output_dir / METRICS_FILE, 0 if checkpoint is None else load_run_state(checkpoint)["metrics_bytes"])
     if gap is not None:  # metrics are lost, no training
         tell(f"warning: {gap}")

@@ -25,7 +25,7 @@ from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds
 from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED
 from integration.run.signal_watch import watch_beside
-from integration.run.stages import CHECKPOINTS, RunControl, create_task, find_checkpoint, finished_checkpoint, read_step, restore_best
+from integration.run.stages import CHECKPOINTS, RunControl, create_task, finished_checkpoint, read_step, restore_best
 from integration.run.summary import describe_best, draw_curves, find_best
 from integration.settings.command_line import MODEL_DIRECTORY
 from integration.settings.config import Config, create_output_dir, find_kernels
@@ -48,7 +48,7 @@ from rollouts.models.prepare import recompute_activations
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import lock_run_directory
+from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ async def run_reward_model(
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
     checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
     best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
-    source = find_checkpoint(checkpoint_dir, control)
+    source = latest_checkpoint(checkpoint_dir)
     async with open_pipeline(backend) as pipeline:
         if source is not None:
             start_step = read_step(source, STAGE)

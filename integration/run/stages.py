@@ -63,7 +63,7 @@ from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.best import BestCheckpoint, add_to
-from rollouts.training.checkpoints import find_damaged, latest_checkpoint, list_checkpoints, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
 from rollouts.training.rl_run import RecordUpdates, RLParts, restore_rl_run
 from rollouts.training.rollout_batch import RecordedColumns
@@ -103,7 +103,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
     control.watch_backend(backend, "policy")
     checkpoint_dir = output_dir / CHECKPOINTS
-    source = find_checkpoint(checkpoint_dir, control)
+    source = latest_checkpoint(checkpoint_dir)
     start_step = 0
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
         engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
@@ -158,7 +158,7 @@ async def run_rl(
     """
     control = control or RunControl()
     checkpoint_dir, num_steps = output_dir / CHECKPOINTS, config.rl.num_steps
-    source = find_checkpoint(checkpoint_dir, control)
+    source = latest_checkpoint(checkpoint_dir)
     async with _open_rl(config, output_dir, source_checkpoint, control, task) as stage:
         parts, resume = stage.parts, None
         if source is not None:
@@ -386,13 +386,6 @@ def create_rollout_source(
     if not config.asynchronous.enabled:
         return AsyncRolloutManager(buffer, rollout, engines=engines)
     return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)
-
-
-def find_checkpoint(checkpoint_dir: Path, control: RunControl) -> Path | None:
-    """Return the newest intact checkpoint and report damaged newer ones. Raises CheckpointError if all are damaged."""
-    for problem in find_damaged(checkpoint_dir):
-        control.say(f"skipping a damaged checkpoint: {problem}")
-    return latest_checkpoint(checkpoint_dir)
 
 
 def restore_best(best: BestCheckpoint | None, checkpoint: Path) -> None:

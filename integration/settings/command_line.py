@@ -273,7 +273,8 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     Raises: ConfigError with the file's name.
     """
     if not path.is_file():
-        raise ConfigError(f"configuration file {path} does not exist")
+        found = "is a directory" if path.is_dir() else "does not exist"
+        raise ConfigError(f"configuration file {path} {found}: give a .py, .toml or .json file, or leave --config out")
     if path.suffix == ".py":
         return {}
     if path.suffix == ".json":

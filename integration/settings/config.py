@@ -107,7 +107,7 @@ class Config:
             raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
         if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
-        check_setting(self.num_threads is None or self.num_threads >= 1, "num_threads", self.num_threads, "at least 1, or None")
+        check_setting(self.num_threads is None or self.num_threads >= 1, "Config.num_threads", self.num_threads, "at least 1, or None")
         check_not_negative(self, "seed")
         good = not self.deterministic or self.model.kernels != "onednn"
         check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")

@@ -123,7 +123,9 @@ def verify_checkpoint(path: Path) -> None:
             raise CheckpointError(f"{file} does not match its checksum: it is damaged")
     extra = find_extra(path, {MANIFEST_FILE, *files})
     if extra:
-        raise CheckpointError(f"{path} has the file {extra[0]}, which its manifest does not list: move it out of the checkpoint")
+        more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
+        advice = "move it out of the checkpoint, which is intact otherwise"
+        raise CheckpointError(f"{path} has the file {extra[0]}{more}, which its manifest does not list: {advice}")
 
 
 def find_extra(path: Path, known: Collection[str]) -> list[str]:

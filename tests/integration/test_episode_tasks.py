@@ -191,7 +191,7 @@ def test_an_environment_of_ones_own_is_trained(arguments: tuple[str, ...], num_l
     lines = train("run", "--environment", "own.py:Parity", *arguments)
     assert len(lines) == num_lines and lines[-1]["turns_mean"] == 2.0
     saved = json.loads(Path("run/config.json").read_text())
-    assert saved["task"] == "environment" and saved["environment"]["factory"] == "own.py:Parity"
+    assert saved["task"] == "environment" and saved["environment"]["factory"] == f"{Path.cwd()}/own.py:Parity"
 
 
 def test_settings_anchor_key_and_similarity_of_an_environment_of_ones_own_reach_it(capsys: pytest.CaptureFixture[str]):
@@ -230,7 +230,7 @@ def test_settings_anchor_key_and_similarity_of_an_environment_of_ones_own_reach_
         assert old.advantage == pytest.approx(new.advantage, abs=1e-4) and old.return_to_go == pytest.approx(new.return_to_go, abs=1e-4)
         assert old.step_info["gigpo"]["anchor_size"] == new.step_info["gigpo"]["anchor_size"]
     saved = json.loads(Path("run/config.json").read_text())["environment"]
-    assert saved["parameters"] == ["depth=2", "door=none", 'words=["a"]'] and saved["state_key"] == "own.py:word"
+    assert saved["parameters"] == ["depth=2", "door=none", 'words=["a"]'] and saved["state_key"] == f"{Path.cwd()}/own.py:word"
     capsys.readouterr()
     assert main([*TINY, "--output-dir", "dry", *flags, "--environment.state-key", "own.py:word", "--dry-run"]) == 0
     told = capsys.readouterr().out

@@ -152,7 +152,7 @@ def check_some(count: int, bad_rows: Sequence[BadRow], what: str) -> None:
     """Raise DataError if no row is left."""
     if count == 0:
         left_out = f" ({len(bad_rows)} bad rows were left out, the first: {bad_rows[0].source}: {bad_rows[0].reason})" if bad_rows else ""
-        raise DataError(f"{what}: the data set is empty, found 0 usable rows{left_out}")
+        raise DataError(f"{what}: the data set is empty, found 0 usable rows{left_out}: give data with rows")
 
 
 # -- the question of a row, by which train and held-out rows are told apart
