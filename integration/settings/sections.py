@@ -358,7 +358,7 @@ _KEY_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 
 def _names_key(argument: str) -> bool:
-    """Whether an argument of a server is a flag for a key; servers take --api_key and abbreviations, too."""
+    """Whether an argument of a server is a flag for a key; servers take underscores and abbreviations, too."""
     name = argument.split("=")[0].lower().replace("_", "-")
     return len(name) >= len("--api") and any(flag.startswith(name) for flag in _KEY_FLAGS)
 
