@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from types import MappingProxyType
 
-from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.closed_stdout import ignore_closed_stdout
 from rollouts.config_files import suggest
 
 DISTRIBUTION = "rollouts-rl"

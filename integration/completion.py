@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.closed_stdout import ignore_closed_stdout
 from rollouts.config_files import suggest
 
 SHELLS = ("bash", "zsh", "fish")

@@ -21,8 +21,8 @@ from typing import Any
 import trio
 import tyro
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import EXIT_FAILURE, run_command
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, DataError, make_safe, redact
 

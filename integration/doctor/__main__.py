@@ -18,9 +18,9 @@ from tempfile import TemporaryDirectory
 
 import trio
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.doctor.findings import Finding, tabulate
 from integration.run.exit_status import run_command
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import CommandLine, name_as_typed, parse_command_line
 from integration.settings.config import Config
 from integration.settings.help_text import name_as_started

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.dry_run.explain import explain_settings
 from integration.dry_run.sizes import ModelSizes, read_adapter_sizes, read_sizes
 from integration.dry_run.text import SORT_ROW_TOKENS, describe_budget
@@ -16,7 +17,6 @@ from integration.expressions.filters import NO_FILTER, describe_filter
 from integration.expressions.loggers import describe_loggers
 from integration.expressions.mixture import describe_mixture
 from integration.parts.model_settings import read_model_config
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import CommandLine, Mode, print_all_options
 from integration.settings.config import (
     Config,

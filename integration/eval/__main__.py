@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import (
     CONFIG_FILE,
     answer_help,

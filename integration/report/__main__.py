@@ -17,7 +17,7 @@ from typing import Annotated
 
 import tyro
 
-from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import parse_flags
 from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, DataError, OutputError, make_safe

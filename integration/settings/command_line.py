@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 import tyro
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.run.signal_watch import Patience
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import TRAINING, Screen, name_as_started, show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level

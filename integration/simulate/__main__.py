@@ -20,8 +20,8 @@ from typing import Annotated
 
 import tyro
 
+from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
-from integration.settings.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import answer_help, name_as_typed, parse_flags
 from integration.settings.help_text import Screen
 from integration.simulate.settings import Simulation

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.closed_stdout import ignore_closed_stdout
 from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from integration.settings.closed_stdout import ignore_closed_stdout
+from integration.closed_stdout import ignore_closed_stdout
 from integration.settings.command_line import parse_flags
 from integration.view.arguments import Arguments
 from rollouts.errors import ConfigError, DataError, make_safe
