@@ -325,7 +325,7 @@ def read_base(argv: Sequence[str], default: C) -> C:
 
 def find_run(path: Path) -> Path | None:
     """Return the run directory that a path is, or is in; None if there is none."""
-    places = (path, *path.resolve().parents) if path.exists() else ()
+    places = (path, *path.absolute().parents, *path.resolve().parents) if path.exists() else ()
     return next((place for place in places if (place / CONFIG_FILE).is_file() and (place / RUN_FILE).is_file()), None)
 
 

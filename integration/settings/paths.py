@@ -14,6 +14,9 @@ C = TypeVar("C")
 
 _FILE = re.compile(r"[^\s,*][^,*]*?\.py(?=:)")
 """The file of a function, FILE.py:NAME, also among several: 'a.py:right*0.8,b.py:brief*0.2'."""
+_FILE_WORD = re.compile(r"[\w.~/\\-]+\.py(?=:)")
+"""The same in an expression with parentheses and arguments, 'own.py:loss(clip=0.2)'."""
+_DATA_SET = re.compile(r"(.*?)(\([^()]*\))?", re.DOTALL)
 
 
 def make_absolute(path: str) -> str:
@@ -24,17 +27,34 @@ def make_absolute(path: str) -> str:
 
 
 def _absolute_function(text: str) -> str:
-    return _FILE.sub(lambda found: make_absolute(found[0]), text)
+    """Return an expression of functions with absolute paths, but for those that the expression would split: with a comma or an asterisk."""
+    return _replace_files(_FILE, text, keep=re.compile("[,*]"))
+
+
+def _absolute_expression(text: str) -> str:
+    """Return an algorithm, filter or logger with absolute paths, but for those that are no word of its language, such as with a space."""
+    return _replace_files(_FILE_WORD, text, keep=re.compile(r"[^\w.~/\\-]"))
+
+
+def _replace_files(files: re.Pattern[str], text: str, *, keep: re.Pattern[str]) -> str:
+    return files.sub(lambda found: found[0] if keep.search(made := make_absolute(found[0])) else made, text)
+
+
+def _split_data_set(text: str) -> tuple[str, str]:
+    """Split an expression of a mixture, FILE or FILE(weight=2), as integration.expressions.mixture does."""
+    found = _DATA_SET.fullmatch(text.strip())
+    assert found is not None, f"{text!r} is no data set: the pattern matches any text"
+    return found[1].strip(), found[2] or ""
 
 
 def _absolute_data_set(text: str) -> str:
-    """Return an expression of a mixture, FILE or FILE(weight=2), with its absolute path."""
-    path, bracket, arguments = text.partition("(")
-    return make_absolute(text) if Path(text).exists() else make_absolute(path.strip()) + bracket + arguments
+    path, arguments = _split_data_set(text)
+    return make_absolute(path) + arguments if Path(path).exists() else text
 
 
 _MODELS = ("model.path", "reference.path", "critic.path", "reward.model")
 _DATA = ("data.path", "data.eval_path", "data.rollouts")
+_EXPRESSIONS = ("rl.algorithm", "rl.filter")  # besides the loggers, which are in no section
 _FUNCTIONS = (
     *("reward.function", "trajectories.condition"),
     *(f"environment.{name}" for name in ("factory", "expert", "state_key", "similarity")),
@@ -48,7 +68,7 @@ PATHS: Mapping[str, Callable[[str], str]] = MappingProxyType(
 def with_absolute_paths(config: C) -> C:
     """Return the settings with absolute paths, as far as they exist."""
     changed: dict[str, dict[str, Any]] = {}
-    for name, absolute in PATHS.items():
+    for name, absolute in {**PATHS, **dict.fromkeys(_EXPRESSIONS, _absolute_expression)}.items():
         section, _, field = name.partition(".")
         value: Any = getattr(getattr(config, section, None), field, None)
         if not isinstance(value, str | tuple):  # None, or environment.similarity as a number
@@ -57,6 +77,9 @@ def with_absolute_paths(config: C) -> C:
         if made != value:
             changed.setdefault(section, {})[field] = made
     sections = {section: replace(getattr(config, section), **values) for section, values in changed.items()}
+    loggers: tuple[str, ...] = getattr(config, "loggers", ())
+    if (made := tuple(map(_absolute_expression, loggers))) != loggers:
+        sections["loggers"] = made
     return replace(config, **sections) if sections else config  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
@@ -67,8 +90,14 @@ def has_moved(name: str, before: Any, after: Any) -> bool:
     old, new = ([value] if isinstance(value, str) else list(value) for value in (before, after))
     if [strip_directories(name, text) for text in old] != [strip_directories(name, text) for text in new]:
         return False
-    files = [file for text in old for file in (_FILE.findall(text) if name in _FUNCTIONS else [text.partition("(")[0]])]
+    files = [file for text in old for file in _list_files(name, text)]
     return any(os.path.isabs(file) and not Path(file).exists() for file in files)
+
+
+def _list_files(name: str, text: str) -> list[str]:
+    if name in _FUNCTIONS:
+        return _FILE.findall(text)
+    return [_split_data_set(text)[0] if name == "data.mixture" else text]
 
 
 def strip_directories(name: str, text: str) -> str:
@@ -76,5 +105,5 @@ def strip_directories(name: str, text: str) -> str:
     text = text.replace("\\", "/")
     if name in _FUNCTIONS:
         return re.sub(r"[^,*]*/", "", text)
-    path, bracket, arguments = text.partition("(") if name == "data.mixture" else (text, "", "")
-    return path.rstrip("/").rpartition("/")[2] + bracket + arguments
+    path, arguments = _split_data_set(text) if name == "data.mixture" else (text, "")
+    return path.rstrip("/").rpartition("/")[2] + arguments

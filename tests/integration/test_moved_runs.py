@@ -11,9 +11,10 @@ import pytest
 
 from integration.convert.card import describe_model
 from integration.eval.__main__ import main as evaluate
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, find_run
 from integration.settings.config import Config
 from integration.settings.paths import has_moved, strip_directories, with_absolute_paths
-from integration.settings.sections import CriticSection, DataSection, ModelSection, RewardSection
+from integration.settings.sections import CriticSection, DataSection, ModelSection, RewardSection, RLSection
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.testing import create_tiny_model
@@ -127,6 +128,36 @@ def test_only_what_is_there_becomes_absolute(tmp_path: Path, monkeypatch: pytest
     assert (kept.model, kept.reward) == (hub.model, hub.reward)
 
 
+def test_a_path_that_an_expression_could_not_hold_stays_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for folder in ("a,b", "plain", "c (1)"):
+        (tmp_path / folder).mkdir()
+        for name in ("own.py", "a.jsonl"):
+            (tmp_path / folder / name).write_text("from rollouts.algorithms.presets import grpo as mine\n")
+    monkeypatch.chdir(tmp_path / "a,b")
+    config = Config(reward=RewardSection(function="own.py:right"), rl=RLSection(algorithm="own.py:mine()"))
+    made = with_absolute_paths(config)
+    assert (made.reward.function, made.rl.algorithm) == ("own.py:right", "own.py:mine()")
+    monkeypatch.chdir(tmp_path / "plain")
+    made = with_absolute_paths(config)
+    assert made.rl.algorithm == f"{tmp_path}/plain/own.py:mine()" and with_absolute_paths(made) == made
+    monkeypatch.chdir(tmp_path / "c (1)")
+    section = DataSection(mixture=("a.jsonl(weight=2)", f"{tmp_path}/c (1)/a.jsonl(repeat=2)"))
+    config = replace(config, task="jsonl", model=ModelSection(path="m"), data=section)
+    for _ in range(2):  # a second time changes nothing
+        config = with_absolute_paths(config)
+        assert config.data.mixture == (f"{tmp_path}/c (1)/a.jsonl(weight=2)", f"{tmp_path}/c (1)/a.jsonl(repeat=2)")
+
+
+def test_the_run_behind_a_link_is_found(tmp_path: Path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    (disk / "step_0001").mkdir(parents=True)
+    (run / "rl").mkdir(parents=True)
+    (run / "rl" / "checkpoints").symlink_to(disk)
+    for name in (CONFIG_FILE, RUN_FILE):
+        (run / name).write_text("{}")
+    assert find_run(run / "rl" / "checkpoints" / "step_0001") == run
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after", "expected"),
     [
@@ -141,6 +172,8 @@ def test_only_what_is_there_becomes_absolute(tmp_path: Path, monkeypatch: pytest
         ("reward.function", "/gone/a.py:f", "/new/a.py:g", False),
         ("data.mixture", ["/gone/a.jsonl(repeat=2)"], ["/new/a.jsonl(repeat=2)"], True),
         ("data.mixture", ["/gone/a.jsonl(repeat=2)"], ["/new/a.jsonl(repeat=3)"], False),
+        ("data.mixture", ["/gone (1)/a.jsonl(repeat=2)"], ["/new/a.jsonl(repeat=2)"], True),
+        ("data.path", "/tmp", "/new (1)/tmp", False),
         ("data.mixture", ["/gone/a.jsonl"], ["/new/a.jsonl", "/new/b.jsonl"], False),
     ],
 )
