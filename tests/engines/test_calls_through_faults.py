@@ -104,7 +104,7 @@ async def call_through_faults(kind: str, num_calls: int, seed: int, at_once: int
         proxy = await stack.enter_async_context(faulty_proxy.open_proxy(server.url, choose, spoil(kind)))
         options: dict[str, Any] = {"retry": retry, "vocab_size": 128}
         engine = await stack.enter_async_context(create_engine(proxy.url, **options))
-        hasty = await stack.enter_async_context(create_engine(proxy.url, deadlines=Deadlines(generate_s=0.2), **options))
+        hasty = await stack.enter_async_context(create_engine(proxy.url, deadlines=Deadlines(generate_s=2.0), **options))
         limit = trio.CapacityLimiter(at_once)
         await engine.generate(prompt_of(num_calls), PARAMS)  # what the fault "answer of another" answers with at first
 

@@ -330,8 +330,11 @@ class EngineFleet:
         member = self._roster.add(engine)
         has_joined = False
         try:
-            await self._health.join(member)
-            has_joined = True
+            with trio.CancelScope() as member.attempt:
+                await self._health.join(member)
+                has_joined = True
+            if not has_joined:
+                raise EngineError(f"{member.name} could not join {self.name}: a sync began while it was down. Add it again")
         finally:
             if not has_joined:
                 self._roster.remove(member, "it could not join")

@@ -67,11 +67,18 @@ async def give_weights(member: Member, weights: FleetWeights) -> None:
 
 async def _check_files(member: Member, weights: FleetWeights, directory: Path) -> None:
     """Raise EngineError if the files of the weights were replaced or removed since the fleet was given them."""
-    if weights.fingerprint is not None and await trio.to_thread.run_sync(read_fingerprint, directory) != weights.fingerprint:
+    if weights.fingerprint is not None and await _find_fingerprint(directory) != weights.fingerprint:
         raise EngineError(
             f"{member.name} cannot be given weight version {weights.version} again: {directory} no longer holds the files that were "
             "synced. Sync the weights, and export each version to a directory of its own, which stays until the next sync has succeeded"
         )
+
+
+async def _find_fingerprint(directory: Path) -> Fingerprint | None:
+    try:
+        return await trio.to_thread.run_sync(read_fingerprint, directory)
+    except OSError:  # the export of a version that is no longer needed is being removed
+        return None
 
 
 async def confirm_update(member: Member, answer: Mapping[str, Any], version: int) -> None:

@@ -50,11 +50,12 @@ class FleetUpdates:
         begin = trio.current_time()
         progress, num_tries = _Progress(), 0
         while not progress.begun:  # members that serve may go down before they are told
+            alive = [] if self._roster.serving() else await self._health.find_alive()  # not under the lock, which a member needs, too
             async with self._health.updating:
                 progress.members = self._roster.serving()
                 progress.was_out = not progress.members
                 if progress.was_out:
-                    progress.members = await self._health.find_alive()
+                    progress.members = [member for member in alive if member.state is MemberState.DOWN]
                 if progress.members:
                     await self._update_members(progress, weights, give)
             if not progress.begun:  # not under the lock, which a member needs to come back
