@@ -19,7 +19,7 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
-from rollouts.training.rl_run import OnEstimates, OnRollouts, ResumePoint, RLParts, RLRun, RolloutSource
+from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
 from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 
@@ -94,6 +94,7 @@ async def run_rl_training(
     should_stop: Callable[[], bool] = lambda: False,
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
+    record: RecordUpdates | None = None,
     clock: Callable[[], float] = time.monotonic,
     weight_channel: WeightChannel | None = None,
     best: BestCheckpoint | None = None,
@@ -102,7 +103,7 @@ async def run_rl_training(
     parts = RLParts(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
         critic=critic, pad_id=pad_id, evaluate=evaluate, checkpoint_dir=checkpoint_dir, keep_last_n=keep_last_n,
-        should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, clock=clock, weight_channel=weight_channel,
-        best=best,
+        should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
+        weight_channel=weight_channel, best=best,
     )  # fmt: skip
     return await train_rl(parts, rollout_manager, config, resume)

@@ -85,10 +85,12 @@ class MetricReads:
         Args:
             recorded: as list_recorded.
         """
-        columns = {name: value for name, value in metrics.items() if name.startswith(TOKEN_PREFIX) and isinstance(value, Tensor)}
+        told = {name: value for name, value in metrics.items() if name.startswith(TOKEN_PREFIX) and isinstance(value, Tensor)}
+        columns = {name: value for name, value in told.items() if value.dim() == 2}
         if columns and recorded:
-            rows = list(recorded)
-            kept = {name.removeprefix(TOKEN_PREFIX): value.detach()[rows] for name, value in columns.items()}
+            rows, device = torch.tensor(list(recorded)), next(iter(columns.values())).device
+            rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+            kept = {name.removeprefix(TOKEN_PREFIX): value.detach().index_select(0, rows) for name, value in columns.items()}
             with self._lock:
                 self._recorded.append(RecordedTokens(tuple(recorded.values()), kept))
         return {name: value for name, value in metrics.items() if name not in columns}

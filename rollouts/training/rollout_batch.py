@@ -82,11 +82,19 @@ def _loss_anchored_to_self(outputs: TokenOutputs, batch: TrainBatch, *, loss: Lo
     return loss(outputs, replace(batch, **dict.fromkeys(columns, own)))
 
 
+def _is_foreign_column(name: str, value: float | Tensor, batch: TrainBatch) -> bool:
+    if TOKEN_PREFIX not in name or not isinstance(value, Tensor) or value.dim() != 2:
+        return False
+    return not name.startswith(TOKEN_PREFIX) or value.shape != batch.tokens.shape
+
+
 def _loss_with_tokens(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn) -> LossOutput:
     """The loss, with log-probs and loss weights among its columns of tokens."""
     value, metrics = loss(outputs, batch)
     if batch.recorded is None or batch.loss_weights is None:
         return LossOutput(value, metrics)
+    # a loss of one's own may have renamed the columns of ours, or have called it on some rows
+    metrics = {name: x for name, x in metrics.items() if not _is_foreign_column(name, x, batch)}
     columns = {"log_prob": outputs.log_probs.detach(), "loss_weight": batch.loss_weights}
     return LossOutput(value, {**metrics, **{TOKEN_PREFIX + name: column for name, column in columns.items()}})
 

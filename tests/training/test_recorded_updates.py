@@ -206,3 +206,16 @@ async def test_the_file_of_a_step_has_what_the_update_saw_and_one_of_a_failed_up
     assert all(record.update is None for record in failed)
     line = json.loads((tmp_path / "step_0001.jsonl").read_text().splitlines()[0])
     assert line["update"]["reasons"]["runs"][0] == [1, ""]
+
+
+async def test_columns_that_a_loss_of_ones_own_has_renamed_or_that_are_of_some_rows_are_left_out():
+    ours = grpo()
+
+    def renamed(outputs: TokenOutputs, batch: TrainBatch) -> LossOutput:
+        loss, metrics = ours.loss(outputs, batch)
+        first = {f"{TOKEN_PREFIX}some": torch.zeros(batch.num_rows, batch.tokens.shape[1] + 1), f"{TOKEN_PREFIX}scalar": torch.tensor(2.0)}
+        return LossOutput(loss, {f"mine/{name}": value for name, value in metrics.items()} | first)
+
+    metrics, seen = await train(replace(ours, loss=renamed), make_backend())
+    assert metrics["mine/ratio_mean"] > 0 and metrics["token/scalar"] == 2.0
+    assert seen and all(set(columns) == {"log_prob", "loss_weight"} for columns in seen.values())

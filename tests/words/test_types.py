@@ -173,7 +173,7 @@ def test_sampling_params_derivation():
         params.new(greedy=True, temperature=1.0)
 
 
-PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions"}
+PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions", "recorded"}
 
 
 @pytest.mark.parametrize(
