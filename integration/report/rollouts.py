@@ -34,7 +34,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "segment": ("segment log-prob", "natural logarithm of the probability one weight version after the one that sampled the token"),
         "reason": (
             "clipped or left out",
-            "what the loss of the update made of the token; clipped and left-out tokens have no gradient from the policy term",
+            "what the loss of the update made of the token; clipped and left-out tokens have no gradient from the policy term (with CISPO, "
+            "one of bounded weight)",
         ),
         "update_ratio": (
             "ratio in the update",

@@ -125,7 +125,8 @@ class _Watch:
         """Send this process a second signal when the grace is over."""
         if not self.ended.wait(grace_s) and self._num_stops == 1:
             with suppress(OSError):
-                os.write(2, f"the step has not ended within {grace_s:g} s (--grace-s): it is abandoned\n".encode())
+                told = f"the run has not ended within {grace_s:g} s (--grace-s): the step or checkpoint in progress is abandoned\n"
+                os.write(2, told.encode())
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self) -> None:

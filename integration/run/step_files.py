@@ -50,7 +50,8 @@ class TrajectoryWriter:
         """Load the condition.
 
         Args:
-            weigh: Algorithm.weigh where one optimizer step trains on the whole batch, so that loss weights are known; None = they are not.
+            weigh: Algorithm.weigh where one optimizer step trains on the whole batch, so that loss weights are known; None = they are not,
+                or the record of the update has them.
 
         Raises: ConfigError if the condition does not exist.
         """
@@ -98,7 +99,7 @@ class TrajectoryWriter:
         Args:
             seen: columns of tokens by position in the rollouts, see RecordRequest; samples without any are written without.
         """
-        prepared, self._prepared = self._prepared, None
+        prepared, self._prepared, self._chosen = self._prepared, None, None
         if prepared is not None:
             columns = {id(rollouts.samples[position]): of_row for position, of_row in seen.items()}
             lines = [

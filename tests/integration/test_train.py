@@ -215,7 +215,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_abandoned_even_while_it_bloc
             os.kill(child.pid, signal.SIGTERM)
             status = child.wait()
         assert status == 130, child.error
-        assert "the step has not ended within 1 s (--grace-s): it is abandoned" in child.error
+        assert "the run has not ended within 1 s (--grace-s): the step or checkpoint in progress is abandoned" in child.error
         assert forced in child.error or (name == "waits" and "To go on from the newest checkpoint" in child.out), child.error
         assert "Traceback" not in child.error
 

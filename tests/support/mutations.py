@@ -1017,8 +1017,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "engines/fleet/updates.py",
         "a sync waits for a member that serves, although all lack nothing but weights",
-        "                if progress.was_out:\n                    progress.members = await self._health.find_alive()\n",
-        "",
+        "alive = [] if self._roster.serving() else await self._health.find_alive()",
+        "alive = []",
         ("engines/test_fleet_updates.py::test_where_nobody_has_weights_requests_fail_by_name_and_the_next_sync_brings_all_back",),
     ),
     Mutation(
