@@ -142,6 +142,7 @@ async def test_critics_of_such_a_model_and_of_one_without_a_class_in_transformer
 
 WITH_FURTHER_LAYERS = {
     "bert": "BertForSequenceClassification has a backbone with pooler.dense.bias",
+    "roformer": "RoFormerForSequenceClassification has several layers in its head",
     "roberta": "RobertaForSequenceClassification has several layers in its head",
     "electra": "ElectraForSequenceClassification has several layers in its head",
 }
