@@ -131,8 +131,7 @@ class TrackioLogger:
 
     def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
         """Log samples as a table."""
-        import pandas
-
+        pandas: Any = importlib.import_module("pandas")  # one of Trackio's own requirements
         frame = pandas.DataFrame(tabulate_samples(samples, step), columns=pandas.Index(SAMPLE_COLUMNS))
         self._run.log({f"{stage}/samples" if stage else "samples": self._trackio.Table(dataframe=frame)}, step=max(0, self._line - 1))
 
