@@ -405,3 +405,78 @@ async def test_files_that_were_replaced_are_not_given_as_the_weights_that_they_w
             while states(fleet) != [MemberState.SERVING] * 2:
                 await trio.sleep(0.01)
         assert engines[0].weight_version == 2
+
+
+async def test_an_engine_that_is_added_while_nobody_serves_is_taken_over_by_a_sync_or_told_to_be_added_again(autojump_clock):
+    engines = create_careless(2)
+    added = Careless(LONG, seconds_per_update=10.0, weight_version=7, name="c")
+    async with fleet_of(engines, first_wait_s=200.0, longest_wait_s=200.0) as fleet, trio.open_nursery() as nursery:
+        await sync(fleet, 1)
+        told: list[str] = []
+
+        async def add() -> None:
+            with pytest.raises(EngineError, match=r"c.* could not join the fleet: a sync began while it was down\. Add it again") as raised:
+                await fleet.add(added)
+            told.append(str(raised.value))
+
+        nursery.start_soon(add)
+        await trio.sleep(5.0)  # it is being given version 1
+        for engine in (*engines, added):
+            fleet.report_down(engine, "it was said to be down")
+        with trio.fail_after(40.0):
+            assert (await sync(fleet, 2))["failed"] == {}
+        assert len(told) == 1
+        assert len(fleet.members) == 2 and [engine.content for engine in engines] == ["version 2"] * 2
+        await fleet.add(added)
+        assert (added.content, states(fleet)) == ("version 2", [MemberState.SERVING] * 3)
+
+
+async def test_a_member_comes_back_while_a_sync_asks_which_of_the_others_answer(autojump_clock):
+    class Slow(FakeEngine):
+        seconds_per_look = 0.0
+
+        async def get_weight_version(self) -> int:
+            await trio.sleep(self.seconds_per_look)
+            return await super().get_weight_version()
+
+    engines = [Slow(LONG, name=name) for name in "ab"]
+    async with fleet_of(engines, check_s=30.0, first_wait_s=1.0, longest_wait_s=1.0) as fleet, trio.open_nursery() as nursery:
+        engines[1].seconds_per_look = 25.0
+        for engine in engines:
+            fleet.report_down(engine, "it was said to be down")
+        nursery.start_soon(sync, fleet, 1)
+        await trio.sleep(10.0)
+        assert states(fleet) == [MemberState.SERVING, MemberState.DOWN]
+        assert (await fleet.generate((3,), PARAMS)).output_versions == (0,) * 10
+
+
+async def test_a_member_comes_back_although_the_files_of_its_weights_are_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engines, said = fakes(2, seconds_per_token=0.0), list[str]()
+    async with fleet_of(engines, said, first_wait_s=0.01, longest_wait_s=0.01) as fleet:
+        save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+        (tmp_path / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 1}))
+        await fleet.update_weights_from_checkpoint(tmp_path)
+        engines[0].kill()
+        fleet.report_down(engines[0], "it ended")
+        find, is_listed = Path.glob, False
+
+        def list_and_remove(self: Path, pattern: str):
+            nonlocal is_listed
+            found = list(find(self, pattern))
+            is_listed |= self == tmp_path
+            for file in found if self == tmp_path else ():
+                file.unlink()  # after it was listed, before its size is read
+            return found
+
+        monkeypatch.setattr(Path, "glob", list_and_remove)
+        engines[0].revive(0)
+        with trio.fail_after(60.0):
+            while "no longer holds the files" not in fleet.members[0].reason:
+                await trio.sleep(0.01)
+        assert is_listed
+        monkeypatch.undo()
+        await sync(fleet, 2)
+        with trio.fail_after(60.0):
+            while states(fleet) != [MemberState.SERVING] * 2:
+                await trio.sleep(0.01)
+        assert engines[0].weight_version == 2

@@ -1035,6 +1035,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False and",
         ("engines/test_fleet_updates.py::test_files_that_were_replaced_are_not_given_as_the_weights_that_they_were",),
     ),
+    Mutation(
+        "engines/fleet/health.py",
+        "files that are removed while they are looked at end the whole fleet",
+        "except OSError:  # the export",
+        "except ZeroDivisionError:  # the export",
+        ("engines/test_fleet_updates.py::test_a_member_comes_back_although_the_files_of_its_weights_are_being_removed",),
+    ),
+    Mutation(
+        "engines/fleet/fleet.py",
+        "a sync waits for ever for an engine that is being added",
+        "with trio.CancelScope() as member.attempt:",
+        "with trio.CancelScope():",
+        (
+            "engines/test_fleet_updates.py::"
+            "test_an_engine_that_is_added_while_nobody_serves_is_taken_over_by_a_sync_or_told_to_be_added_again",
+        ),
+    ),
     # Generation, agents and chat
     Mutation(
         "generation/workflows.py",
