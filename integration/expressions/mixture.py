@@ -10,18 +10,16 @@ hf://name(subset='main', split='train')     a data set of the Hugging Face hub
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from integration.expressions.algorithm import Language, parse_expression
+from integration.settings.paths import split_data_set
 from rollouts.data.datasets import DatasetSpec, load_sft_conversations
 from rollouts.data.rows.files import HUB_PREFIX, READABLE
 from rollouts.data.rows.formats import Columns
 from rollouts.errors import ConfigError
-
-_PARTS = re.compile(r"(?P<path>.*?)(?:\((?P<arguments>[^()]*)\))?", re.DOTALL)
 
 
 def _dataset(
@@ -66,11 +64,10 @@ def parse_mixture(expressions: Sequence[str]) -> tuple[DatasetSpec, ...]:
 
 
 def _parse_dataset(expression: str) -> DatasetSpec:
-    match = _PARTS.fullmatch(expression.strip())
-    assert match is not None, f"{expression!r}: every text has a path and perhaps arguments"
+    path, arguments = split_data_set(expression)
     try:
-        call = parse_expression(f"dataset({match['arguments'] or ''})", _LANGUAGE)
-        return DatasetSpec(path=match["path"].strip(), **_dataset(**call.arguments))
+        call = parse_expression(f"dataset{arguments or '()'}", _LANGUAGE)
+        return DatasetSpec(path=path, **_dataset(**call.arguments))
     except ConfigError as error:
         raise ConfigError(f"data.mixture {expression!r}: {error}") from error
 

@@ -40,15 +40,15 @@ def _replace_files(files: re.Pattern[str], text: str, *, keep: re.Pattern[str]) 
     return files.sub(lambda found: found[0] if keep.search(made := make_absolute(found[0])) else made, text)
 
 
-def _split_data_set(text: str) -> tuple[str, str]:
-    """Split an expression of a mixture, FILE or FILE(weight=2), as integration.expressions.mixture does."""
+def split_data_set(text: str) -> tuple[str, str]:
+    """Split an expression of --data.mixture, FILE or FILE(weight=2), into the path and the arguments with parentheses, or ""."""
     found = _DATA_SET.fullmatch(text.strip())
     assert found is not None, f"{text!r} is no data set: the pattern matches any text"
     return found[1].strip(), found[2] or ""
 
 
 def _absolute_data_set(text: str) -> str:
-    path, arguments = _split_data_set(text)
+    path, arguments = split_data_set(text)
     return make_absolute(path) + arguments if Path(path).exists() else text
 
 
@@ -97,7 +97,7 @@ def has_moved(name: str, before: Any, after: Any) -> bool:
 def _list_files(name: str, text: str) -> list[str]:
     if name in _FUNCTIONS:
         return _FILE.findall(text)
-    return [_split_data_set(text)[0] if name == "data.mixture" else text]
+    return [split_data_set(text)[0] if name == "data.mixture" else text]
 
 
 def strip_directories(name: str, text: str) -> str:
@@ -105,5 +105,5 @@ def strip_directories(name: str, text: str) -> str:
     text = text.replace("\\", "/")
     if name in _FUNCTIONS:
         return re.sub(r"[^,*]*/", "", text)
-    path, arguments = _split_data_set(text) if name == "data.mixture" else (text, "")
+    path, arguments = split_data_set(text) if name == "data.mixture" else (text, "")
     return path.rstrip("/").rpartition("/")[2] + arguments
