@@ -28,3 +28,4 @@ from .ranks.distributed import (
     leave_distributed as leave_distributed,
 )
 from .ranks.group import join_ranks as join_ranks
+from .unread_metrics import RecordedTokens as RecordedTokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -64,6 +64,7 @@ class RecordedTokens:
 
     numbers: tuple[int, ...]  # R numbers of rows
     columns: Mapping[str, Tensor]  # [R, T] each, on the CPU, by its name without TOKEN_PREFIX
+    call: int = 0  # place of the batch among those of a backend since the last take_recorded
 
 
 def list_recorded(batch: TrainBatch) -> dict[int, int]:
@@ -77,10 +78,11 @@ class MetricReads:
     def __init__(self) -> None:
         self._waiting: list[_Waiting] = []
         self._recorded: list[RecordedTokens] = []  # on their device
+        self._num_calls = 0  # calls of keep_recorded since records were taken
         self._lock = threading.Lock()
 
     def keep_recorded(self, metrics: Mapping[str, float | Tensor], recorded: Mapping[int, int]) -> dict[str, float | Tensor]:
-        """Keep the columns of single tokens that are among the metrics of a loss; return the others.
+        """Keep the columns of single tokens that are among the metrics of a loss; return the others. Each forward_backward calls it once.
 
         Args:
             recorded: as list_recorded.
@@ -92,14 +94,15 @@ class MetricReads:
             rows = rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
             kept = {name.removeprefix(TOKEN_PREFIX): value.detach().index_select(0, rows) for name, value in columns.items()}
             with self._lock:
-                self._recorded.append(RecordedTokens(tuple(recorded.values()), kept))
+                self._recorded.append(RecordedTokens(tuple(recorded.values()), kept, self._num_calls))
+        self._num_calls += 1
         return {name: value for name, value in metrics.items() if name not in columns}
 
     def take_recorded(self) -> tuple[RecordedTokens, ...]:
         """Return what was kept since the last call, copied from its device."""
         with self._lock:
-            taken, self._recorded = self._recorded, []
-        return tuple(RecordedTokens(one.numbers, {name: value.cpu() for name, value in one.columns.items()}) for one in taken)
+            taken, self._recorded, self._num_calls = self._recorded, [], 0
+        return tuple(replace(one, columns={name: value.cpu() for name, value in one.columns.items()}) for one in taken)
 
     def __reduce__(self) -> tuple[type[MetricReads], tuple[()]]:
         """A copy of a backend has no results that wait to be read."""

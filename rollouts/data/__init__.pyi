@@ -14,7 +14,13 @@ from .filters import (
 )
 from .preference_pairs import load_preference_pairs as load_preference_pairs, prepare_preference_pair as prepare_preference_pair
 from .prompts import DataBuffer as DataBuffer
-from .records import TrajectoryRecord as TrajectoryRecord, attach_estimates as attach_estimates, derive_steps as derive_steps
+from .records import (
+    TrajectoryRecord as TrajectoryRecord,
+    UpdateRecord as UpdateRecord,
+    attach_estimates as attach_estimates,
+    derive_steps as derive_steps,
+    describe_update as describe_update,
+)
 from .samples import (
     build_batch_metadata as build_batch_metadata,
     compute_response_lengths as compute_response_lengths,

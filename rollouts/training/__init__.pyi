@@ -8,6 +8,6 @@ from .metrics import (
     WandbLogger as WandbLogger,
     read_metrics as read_metrics,
 )
-from .rl_run import RLParts as RLParts, restore_rl_run as restore_rl_run
-from .rollout_batch import UpdatePlan as UpdatePlan, train_on_rollouts as train_on_rollouts
+from .rl_run import RecordUpdates as RecordUpdates, RLParts as RLParts, restore_rl_run as restore_rl_run
+from .rollout_batch import RecordRequest as RecordRequest, UpdatePlan as UpdatePlan, train_on_rollouts as train_on_rollouts
 from .weight_sync import sync_weights_to_engines as sync_weights_to_engines

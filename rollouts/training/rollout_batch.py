@@ -269,7 +269,7 @@ async def train_on_rollouts(
                 await _begin(on_estimate(batch), nursery)
             metrics |= await _take_steps(backend, critic, _mark_recorded(batch, backend, plan.record), algorithm, plan, skipped)
     if plan.record is not None:
-        told = plan.record.on_update(await _take_recorded(backend))
+        told = plan.record.on_update(await _take_recorded(backend) if plan.record.rows else {})
         if inspect.isawaitable(told):
             await told
     return metrics

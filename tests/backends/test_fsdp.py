@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import start_ranks
+from rank_processes import check_records, start_ranks
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.backends.fsdp.backend import FSDPTrainingBackend, combine_metrics, combine_rows, plan_rank_rows
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend, combine_metrics, combine_recorded, combine_rows, plan_rank_rows
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
@@ -81,6 +81,21 @@ def test_two_ranks_train_a_reward_model_as_one_process_does(found):
     assert zero["ranks"] == one["ranks"]
     for found_step, expected in zip(zero["ranks"], zero["single"], strict=True):
         assert found_step == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_updates_saw_of_the_tokens_of_all_ranks_is_what_one_process_sees(found):
+    zero, one = (rank["records"] for rank in found)
+    assert zero["ranks"] == one["ranks"], "ranks do not agree"
+    check_records(zero["ranks"], zero["single"])
+    assert zero["ranks"]["left"] == one["ranks"]["left"] == 0
+
+
+def test_records_of_all_ranks_come_in_the_order_of_the_calls():
+    one, two, three = (torch.full((1, 2), float(n)) for n in range(3))
+    ranks = [[(0, (4,), {"ratio": one}), (2, (5,), {"ratio": two})], [(1, (4,), {"ratio": three})], []]
+    found = combine_recorded(ranks)
+    assert [(record.call, record.numbers) for record in found] == [(0, (4,)), (1, (4,)), (2, (5,))]
+    assert torch.equal(found[1].columns["ratio"], three)
 
 
 EXACT = ("shard_grad_op", "no_shard", "two copies", "one copy", "checkpointing", "layers together, checkpointing")
@@ -219,7 +234,6 @@ def test_a_directory_gives_the_backend_that_its_model_gives(tmp_path: Path):
         BackendFeature.ADAPTERS,
         BackendFeature.WEIGHT_VIEWS,
         BackendFeature.REDUNDANCY,
-        BackendFeature.RECORDS,
     }
     assert backend.num_shards == 1
     assert torch.equal(backend.forward(make_ragged(), log_probs).value, expected.forward(make_ragged(), log_probs).value)

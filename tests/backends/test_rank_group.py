@@ -98,6 +98,7 @@ threads = [threading.Thread(target=lambda i=i: results.append(group.run("telling
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 out["threads"] = sorted(result[0][0] for result in results if len(set(result)) == 1)
+out["records"] = jobs.record_updates(backend, jobs.make_scored_batch())
 group.drop_backend("policy")
 out |= {"log_probs": log_probs, "shards": backend.num_shards, "computes": sorted(backend.computes), "version": backend.weight_version}
 print(json.dumps(out), flush=True)
@@ -153,6 +154,15 @@ def test_three_ranks_train_as_one_process_does(worked):
         torch.testing.assert_close(torch.tensor(found), alone.forward(batch, jobs.select_log_probs).value, atol=1e-5, rtol=0)
     assert (worked["shards"], worked["version"]) == (3, 0)
     assert "log_probs" in worked["computes"]
+
+
+def test_what_updates_saw_of_the_tokens_of_three_ranks_is_gathered_on_rank_0(worked):
+    model = create_tiny_model()
+    alone = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-2))
+    for batch in jobs.make_batches():
+        alone.forward_backward(batch, sft_loss)
+        alone.optim_step()
+    jobs.check_records(worked["records"], jobs.record_updates(alone, jobs.make_scored_batch()))
 
 
 def test_weights_are_gathered_on_rank_0_alone_and_a_consumer_that_fails_hangs_nobody(worked):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_processes import record_updates
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -256,6 +257,18 @@ def run_pairs(ranks):
     return {name: [b.forward_backward(batch, score_loss).value | b.optim_step().value for _ in range(2)] for name, b in backends.items()}
 
 
+def run_records(ranks):
+    """Return what updates saw of the tokens of some rows, and whether a backend has kept any of it."""
+    batch = draw_step(0)
+    backends = {"ranks": create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)}
+    if ranks.rank == 0:
+        backends["single"] = create_single_backend(make_model())
+    found = {}
+    for name, backend in backends.items():
+        found[name] = record_updates(backend, batch) | {"left": len(backend.take_recorded().value)}
+    return found
+
+
 def run_late(ranks, folder):
     """Let rank 1 miss two passes, and return the errors of rank 0."""
     short = replace(ranks, timeout_s=1.0, group=dist.new_group())
@@ -288,7 +301,7 @@ def main(folder: Path, num_steps: int, names: Sequence[str], *, all_checks: bool
     ranks = init_distributed(timeout_s=60, init_method="env://")
     found = {"algorithms": run_algorithms(ranks, num_steps, names)}
     if all_checks:
-        found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks)}
+        found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks), "records": run_records(ranks)}
         found["late"] = run_late(ranks, folder)
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
     barrier(ranks)

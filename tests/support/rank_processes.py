@@ -14,13 +14,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
+import trio
 from forked import Child
 from listeners import assert_loopback
 from torch.distributed import TCPStore
 
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
+from rollouts.algorithms.presets import grpo
 from rollouts.backends.fsdp import checkpoint
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
@@ -29,6 +32,7 @@ from rollouts.backends.ranks.values import dump_value
 from rollouts.data.collate import collate_samples
 from rollouts.errors import CheckpointError
 from rollouts.testing import create_tiny_model
+from rollouts.training.rollout_batch import RecordRequest, UpdatePlan, train_on_rollouts
 from rollouts.types import Sample, TrainBatch
 
 PRELUDE = """
@@ -219,6 +223,41 @@ def make_batches() -> list[TrainBatch]:
         batch = collate_samples(samples, pad_id=0)
         found.append(replace(batch, loss_weights=token_mean(batch)))
     return found
+
+
+def make_scored_batch() -> TrainBatch:
+    """Eight ragged rows in two groups, with rewards."""
+    generator = torch.Generator().manual_seed(4)
+    samples = []
+    for i in range(8):
+        tokens = torch.randint(3, 60, (int(torch.randint(3, 14, (1,), generator=generator)),), generator=generator).tolist()
+        mask, log_probs = [0.0] + [1.0] * (len(tokens) - 1), [0.0] + [-4.0] * (len(tokens) - 1)
+        samples.append(Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=log_probs, reward=i % 3 / 2, index=i, group_index=i // 4))
+    return collate_samples(samples, pad_id=0)
+
+
+def record_updates(backend, batch: TrainBatch) -> dict:
+    """Train on a batch in two epochs of three updates; the metrics, and what the updates saw of all rows but one, by the row."""
+    seen = []
+    record = RecordRequest(rows=tuple(row for row in range(batch.num_rows) if row != 2), on_update=seen.append)
+    plan = UpdatePlan(num_epochs=2, num_minibatches=3, max_tokens_per_microbatch=24, record=record)
+    metrics = trio.run(train_on_rollouts, backend, batch, grpo(clip_low=0.01, clip_high=0.01), plan)
+    metrics.pop("zero_gradient_fraction", None)  # backends of several ranks run every backward pass
+    lengths = batch.lengths.tolist()
+    columns = {
+        f"{row} {name}": column[: lengths[row]].tolist() for row, columns in sorted(seen[0].items()) for name, column in columns.items()
+    }
+    return {"metrics": metrics, "columns": columns}
+
+
+def check_records(found: dict, expected: dict) -> None:
+    """Compare results of record_updates."""
+    assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-5)
+    columns = expected["columns"]
+    assert found["columns"].keys() == columns.keys() >= {"0 log_prob", "1 ratio", "5 clip_low"}
+    for name, column in columns.items():
+        assert found["columns"][name] == pytest.approx(column, abs=1e-5), name
+    assert any(sum(column) for name, column in columns.items() if "clip" in name), "nothing was clipped"
 
 
 def fail_after_two(seen: list, stream) -> None:

@@ -17,8 +17,10 @@ from rollouts.algorithms.losses import clipped_policy_loss, mark_tokens, policy_
 from rollouts.algorithms.presets import cispo, decoupled, dppo, gmpo, grpo, gspo
 from rollouts.algorithms.surrogates import reinforce
 from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline
+from rollouts.backends.jax.backend import create_jax_backend
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.data.collate import collate_samples
 from rollouts.data.records import describe_update
@@ -54,7 +56,9 @@ async def train(algorithm: Algorithm, backend: TrainingBackend, plan: UpdatePlan
 
 
 def make_backend(kind: str = "pytorch") -> TrainingBackend:
-    create = create_pytorch_backend if kind == "pytorch" else create_torch_func_backend
+    create = {
+        "pytorch": create_pytorch_backend, "functional": create_torch_func_backend, "fsdp": create_fsdp_backend, "jax": create_jax_backend
+    }[kind]  # fmt: skip
     return create(create_tiny_model(seed=0), lr=3e-2, eps=1e-3)
 
 
@@ -68,8 +72,9 @@ ALGORITHMS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["pytorch", "functional"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, kind) for name in ALGORITHMS for kind in ("pytorch", "functional")), ("grpo", "fsdp"), ("grpo", "jax")]
+)
 async def test_recorded_reasons_of_all_rows_are_the_metrics_of_the_step(name: str, kind: str):
     metrics, columns = await train(ALGORITHMS[name], make_backend(kind))
     assert sorted(columns) == [row for row in range(len(SAMPLES)) if SAMPLES[row].trainable], "rows of mini-batches have their own places"

@@ -73,7 +73,7 @@ def test_each_backend_has_the_methods_of_the_features_that_it_can_have(kind: typ
     if kind is PyTorchTrainingBackend:
         can -= {BackendFeature.SHARDS}
     if kind in (FSDPTrainingBackend, LeadingBackend):
-        can -= {BackendFeature.WEIGHT_VIEWS, BackendFeature.RECORDS}
+        can -= {BackendFeature.WEIGHT_VIEWS}
     declared = kind.__dict__["features"]
 
     class Full(kind):

@@ -4,7 +4,7 @@ Every process (rank) has one FSDPTrainingBackend, calls the same methods in the 
 results; a rank takes its own rows out of a batch. With one process it is a TrainingBackend like any other and needs no launcher.
 
 If one process leads (it alone has the batches), the other ranks are given only their rows: forward_shard and forward_backward_shard compute
-this rank's part; plan_rank_rows comes before them, combine_rows and combine_metrics come after.
+this rank's part; plan_rank_rows comes before them, combine_rows, combine_metrics and combine_recorded come after.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rollouts.backends.optim.updates import (
 )
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, list_metrics
 from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failures, gather_values, init_distributed
-from rollouts.backends.unread_metrics import MetricReads, UnreadMetrics
+from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, UnreadMetrics, list_recorded
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.data.model_limits import read_limits
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 
 _FEATURES = frozenset({
     BackendFeature.CHECKPOINTS, BackendFeature.STAGED_CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS,
-    BackendFeature.TOKENS, BackendFeature.EXPERTS, BackendFeature.SHARDS,
+    BackendFeature.TOKENS, BackendFeature.EXPERTS, BackendFeature.SHARDS, BackendFeature.RECORDS,
 })  # fmt: skip
 
 
@@ -281,6 +281,13 @@ class FSDPTrainingBackend:
         self.count_experts_shard(select_part(batch, plan[self.ranks.rank]))
         return ImmediateTrainFuture(None, "count_experts")
 
+    # -- BackendFeature.RECORDS
+
+    def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
+        """Return what losses told of the tokens of recorded rows of all ranks since the last call; every rank must call it."""
+        parts = gather_values(self.ranks, pack_recorded(self.take_recorded_shard()), operation="gathering the records of an update")
+        return ImmediateTrainFuture(combine_recorded(parts), "take_recorded")
+
     # -- BackendFeature.WEIGHT_STREAM
 
     def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
@@ -381,6 +388,7 @@ class FSDPTrainingBackend:
         Returns: {"loss", "num_tokens", and the loss's metrics} of this rank's rows; without rows, zeros and no metrics. They are read with
             the norm of the gradient in optim_step, or when somebody asks for them; no other rank takes part in that.
         """
+        recorded = {} if shard is None else list_recorded(shard)
         batch, packed = self._place(shard, dropout=shard is not None and shard.has_dropout)
         with (
             training_mode(self.model, dropout=batch.has_dropout),
@@ -391,7 +399,7 @@ class FSDPTrainingBackend:
                 foreseen = ForeseenLoss(lambda outputs: loss_fn(outputs, batch)[0]) if self._foresees and shard is not None else None
                 outputs = self._run(batch, packed, with_entropy, foreseen)
                 if shard is None:  # as many exchanges as the other ranks, and a gradient of zero
-                    values = self._reads.add({"loss": 0.0, "num_tokens": 0.0})
+                    values = self._reads.add(self._reads.keep_recorded({"loss": 0.0, "num_tokens": 0.0}, recorded))
                     torch.autograd.backward([0.0 * x.sum() for x in _differentiable(outputs)])
                 else:
                     loss, metrics = loss_fn(outputs, batch)
@@ -403,11 +411,16 @@ class FSDPTrainingBackend:
                     self._foresees = self._foresees and not (foreseen is not None and foreseen.failed)
                     self._load = add_loads(self._load, outputs.expert_load)
                     self._has_gradient = True  # also if a metric is no number
-                    values = self._reads.add(list_metrics(loss, metrics, batch), _combine_one if self.num_shards == 1 else dict)
+                    kept = self._reads.keep_recorded(metrics, recorded)
+                    values = self._reads.add(list_metrics(loss, kept, batch), _combine_one if self.num_shards == 1 else dict)
             finally:
                 drop_gathered(self.model)
         self._has_gradient = True
         return values
+
+    def take_recorded_shard(self) -> tuple[RecordedTokens, ...]:
+        """Run take_recorded on this rank's rows; no other rank takes part."""
+        return self._reads.take_recorded()
 
     def count_experts_shard(self, shard: TrainBatch | None) -> None:
         """Run count_experts on this rank's rows; all ranks must call it.
@@ -565,6 +578,17 @@ def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine each rank's metrics of one forward_backward: loss and num_tokens add, means are weighted by tokens."""
     means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
     return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
+
+
+def pack_recorded(records: Sequence[RecordedTokens]) -> list[tuple[int, tuple[int, ...], dict[str, Tensor]]]:
+    """Return records as values that ranks exchange."""
+    return [(one.call, one.numbers, dict(one.columns)) for one in records]
+
+
+def combine_recorded(parts: Sequence[Sequence[tuple[int, tuple[int, ...], dict[str, Tensor]]]]) -> tuple[RecordedTokens, ...]:
+    """Combine the packed records of all ranks: in the order of the calls, and by rank in each."""
+    records = [RecordedTokens(numbers, columns, call) for part in parts for call, numbers, columns in part]
+    return tuple(sorted(records, key=lambda one: one.call))
 
 
 def _combine_one(own: Mapping[str, float]) -> dict[str, float]:

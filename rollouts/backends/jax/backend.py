@@ -41,6 +41,7 @@ from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, c
 from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import cast_weights, check_written, finish_export, read_trainer_state, write_trainer_state
+from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import admit_batch
@@ -76,7 +77,7 @@ class JAXTrainingBackend:
 
     features = frozenset({
         BackendFeature.CHECKPOINTS, BackendFeature.STAGED_CHECKPOINTS, BackendFeature.WEIGHT_STREAM, BackendFeature.OUTPUTS,
-        BackendFeature.TOKENS,
+        BackendFeature.TOKENS, BackendFeature.RECORDS,
     })  # fmt: skip
 
     def __init__(
@@ -108,6 +109,7 @@ class JAXTrainingBackend:
         self.tokenizer = tokenizer
         self.weight_version = weight_version
         self._max_skipped_updates = max_skipped_updates
+        self._reads = MetricReads()  # keeps records alone: metrics are on the CPU
         self._skeleton = _create_skeleton(model)
         self._first_names = first_names(cast("dict[str, Tensor]", cast("Any", self._skeleton).state_dict(keep_vars=True)))
         self._generation_config: Any = copy.deepcopy(model.generation_config)
@@ -134,9 +136,11 @@ class JAXTrainingBackend:
 
     def forward_backward(self, batch: TrainBatch, loss_fn: LossFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[dict[str, float]]:
         """Add the gradient of loss_fn on this batch."""
+        recorded = list_recorded(batch)
         batch = admit_batch(batch, self.limits, CPU)
         self.state, metrics = accumulate_gradient(self.state, batch, loss_fn, self._spec, with_entropy=with_entropy)
-        return ImmediateTrainFuture(metrics, "forward_backward")
+        metrics = self._reads.keep_recorded(metrics, recorded)
+        return ImmediateTrainFuture({name: float(value) for name, value in metrics.items()}, "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Run apply_update. Raises BackendError for a non-finite parameter, and after max_skipped_updates skips in a row."""
@@ -155,6 +159,12 @@ class JAXTrainingBackend:
         check_weights_fit(self._skeleton, weights, "the given weights")
         self._replace_weights(weights)
         return ImmediateTrainFuture(None, "load_weights")
+
+    # -- BackendFeature.RECORDS
+
+    def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
+        """Return what losses told of the tokens of recorded rows since the last call."""
+        return ImmediateTrainFuture(self._reads.take_recorded(), "take_recorded")
 
     # -- BackendFeature.WEIGHT_STREAM
 

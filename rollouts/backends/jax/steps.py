@@ -21,7 +21,7 @@ from torch import Tensor
 from rollouts.backends.jax.model import Array, DecoderConfig, PackedArrays, Weights, compute_log_probs, pack_arrays
 from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update
-from rollouts.backends.protocol import collect_metrics
+from rollouts.backends.protocol import list_metrics
 from rollouts.models.forward import PackedRows, pack_padded
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
@@ -77,7 +77,7 @@ def evaluate_batch(weights: Weights, batch: TrainBatch, spec: ModelSpec, *, with
 
 def accumulate_gradient(
     state: JAXTrainState, batch: TrainBatch, loss_fn: LossFn, spec: ModelSpec, *, with_entropy: bool = False
-) -> tuple[JAXTrainState, dict[str, float]]:
+) -> tuple[JAXTrainState, dict[str, float | Tensor]]:
     """Add the gradient of a PyTorch loss on this batch.
 
     Returns: the state with the sum; loss, num_tokens and the metrics of the loss.
@@ -92,7 +92,7 @@ def accumulate_gradient(
     gradients = _programs().pull_back(pull_back, cotangents)
     if state.gradients is not None:
         gradients = _programs().add(dict(state.gradients), gradients)
-    return replace(state, gradients=gradients), collect_metrics(loss, metrics, batch)
+    return replace(state, gradients=gradients), list_metrics(loss, metrics, batch)
 
 
 def apply_update(state: JAXTrainState, rule: AdamW) -> tuple[JAXTrainState, dict[str, float]]:

@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from rollouts.backends.fsdp.backend import combine_metrics, combine_rows, plan_rank_rows, select_part
+from rollouts.backends.fsdp.backend import combine_metrics, combine_recorded, combine_rows, pack_recorded, plan_rank_rows, select_part
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import adapters_off
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
-from rollouts.backends.unread_metrics import UnreadMetrics
+from rollouts.backends.unread_metrics import RecordedTokens, UnreadMetrics
 from rollouts.models.forward import check_batch
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
@@ -34,6 +34,10 @@ class RankBackend(Protocol):
 
     def forward_backward_shard(self, shard: TrainBatch | None, loss_fn: LossFn, *, with_entropy: bool = False) -> UnreadMetrics:
         """Run forward_backward on this rank's rows; the resulting gradient covers the rows of all ranks."""
+        ...
+
+    def take_recorded_shard(self) -> tuple[RecordedTokens, ...]:
+        """Return the records of this rank's rows, see RecordsUpdates; needed only by backends with BackendFeature.RECORDS."""
         ...
 
     def count_experts_shard(self, shard: TrainBatch | None) -> None:
@@ -180,6 +184,12 @@ class LeadingBackend:
         self._group.run("load_weights", _load_weights, self._name, dict(weights))
         return ImmediateTrainFuture(None, "load_weights")
 
+    # -- BackendFeature.RECORDS
+
+    def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
+        """Return what losses told of the tokens of recorded rows, on all ranks, since the last call."""
+        return ImmediateTrainFuture(combine_recorded(self._group.run("take_recorded", _take_recorded, self._name)), "take_recorded")
+
     # -- BackendFeature.WEIGHT_STREAM
 
     def describe_weights(self) -> ImmediateTrainFuture[tuple[WeightSpec, ...]]:
@@ -191,7 +201,7 @@ class LeadingBackend:
         gathered = self._group.run("gather_weights", _gather_weights, self._name, tuple(names), keep_device, own=self._only_here())[0]
         return ImmediateTrainFuture(gathered, "gather_weights")
 
-    # -- BackendFeature.CHECKPOINTS
+    # -- BackendFeature.EXPERTS
 
     def check_balance(self) -> None:
         """Run check_balance of rank 0's part, without a command to the other ranks."""
@@ -206,6 +216,8 @@ class LeadingBackend:
         _, shards = self._deal(batch)
         self._group.run("count_experts", _count_experts, self._name, own=shards)
         return ImmediateTrainFuture(None, "count_experts")
+
+    # -- BackendFeature.CHECKPOINTS
 
     def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
         """Write all state, every rank its part, into a shared directory."""
@@ -284,6 +296,10 @@ def _read_metrics(backends: _Backends, name: str) -> dict[int, dict[str, float]]
     found = {number: metrics.read() for number, metrics in unread.items()}
     unread.clear()
     return found
+
+
+def _take_recorded(backends: _Backends, name: str) -> list[tuple[int, tuple[int, ...], dict[str, Tensor]]]:
+    return pack_recorded(backends[name].take_recorded_shard())
 
 
 def _count_experts(backends: _Backends, name: str, shard: TrainBatch | None) -> None:
