@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from needs import GOLDEN_VARIABLE, named_directory
-from parity import advantages, filters, gigpo, kl, logits, losses, lr, rollout_correction, sft, staleness
+from parity import advantages, filters, gigpo, kl, logits, losses, lr, preferences, rollout_correction, sft, staleness
 from parity.mapping import (
     Parity,
     Rule,
@@ -28,7 +28,7 @@ from parity.mapping import (
 
 SHIPPED = Path(__file__).parent / "data" / "golden"
 FOLDER = named_directory(GOLDEN_VARIABLE) or SHIPPED
-MODULES = (advantages, filters, gigpo, kl, logits, losses, lr, rollout_correction, sft, staleness)
+MODULES = (advantages, filters, gigpo, kl, logits, losses, lr, preferences, rollout_correction, sft, staleness)
 MAPPINGS: dict[str, Parity] = {f"{module.__name__.split('.')[-1]}/{name}": p for module in MODULES for name, p in module.MAPPINGS.items()}
 NOT_OFFERED: dict[str, str] = {
     f"{module.__name__.split('.')[-1]}/{name}": why for module in MODULES for name, why in module.NOT_OFFERED.items()

@@ -50,6 +50,66 @@ def sigmoid_pair_loss(h: Tensor, beta: float) -> Tensor:
     return -logsigmoid(beta * h)
 
 
+def smoothed_pair_loss(h: Tensor, beta: float, *, label_smoothing: float = 0.1) -> Tensor:
+    """-(1 - label_smoothing) log sigmoid(beta h) - label_smoothing log sigmoid(-beta h): conservative DPO.
+
+    Args:
+        label_smoothing: share of pairs whose answers are expected to be the wrong way round, in [0, 0.5).
+
+    Source: Mitchell 2023 (A note on DPO with noisy preferences and its relationship to IPO), equation 3.
+    """
+    check_smoothing(label_smoothing)
+    return -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
+
+
+def robust_pair_loss(h: Tensor, beta: float, *, label_smoothing: float = 0.1) -> Tensor:
+    """(-(1 - label_smoothing) log sigmoid(beta h) + label_smoothing log sigmoid(-beta h)) / (1 - 2 label_smoothing): robust DPO.
+
+    Its expectation over answers exchanged with this probability is DPO's loss on the pairs as they should be.
+
+    Args:
+        label_smoothing: share of pairs whose answers are the wrong way round, in [0, 0.5).
+
+    Source: Chowdhury et al. 2024 (Provably robust DPO), equation 10.
+    """
+    check_smoothing(label_smoothing)
+    return (-(1 - label_smoothing) * logsigmoid(beta * h) + label_smoothing * logsigmoid(-beta * h)) / (1 - 2 * label_smoothing)
+
+
+def ipo_pair_loss(h: Tensor, beta: float) -> Tensor:
+    """(h - 1 / (2 beta))^2.
+
+    With log-probs per token (average=True), as the authors do in their experiments, and TRL; the paper writes them per answer.
+
+    Source: Azar et al. 2023 (IPO), equation 17, where beta is tau.
+    """
+    return (h - 1 / (2 * beta)).square()
+
+
+def hinge_pair_loss(h: Tensor, beta: float) -> Tensor:
+    """max(0, 1 - beta h).
+
+    Source: Zhao et al. 2023 (SLiC-HF), equation 1; against a reference, as here: Liu et al. 2023 (RSO), equation 10.
+    """
+    return torch.relu(1 - beta * h)
+
+
+def simpo_pair_loss(h: Tensor, beta: float, *, gamma: float = 0.5) -> Tensor:
+    """-log sigmoid(beta h - gamma), for h of log-probs per token without a reference (average=True, reference_free=True).
+
+    Args:
+        gamma: least difference of the two rewards that training aims at, in units of the reward; 0.3 to 1.6 in the paper.
+
+    Source: Meng et al. 2024 (SimPO), equation 6.
+    """
+    return -logsigmoid(beta * h - gamma)
+
+
+def check_smoothing(label_smoothing: float) -> None:
+    """Assert that label_smoothing is a share of exchanged answers below one half."""
+    assert 0 <= label_smoothing < 0.5, f"label_smoothing is {label_smoothing}, expected at least 0 and less than 0.5"
+
+
 def dpo_loss(
     chosen: Tensor,
     rejected: Tensor,
@@ -67,7 +127,7 @@ def dpo_loss(
         chosen, rejected: # [P] log-probs of the answers under the policy (sequence_log_probs).
         ref_chosen, ref_rejected: # [P] under the reference policy; both None = reference-free, as if it found all answers equally likely.
         beta: > 0; strength of the pull to the reference.
-        pair_loss: (h, beta) -> loss of each pair: sigmoid_pair_loss, or the caller's own, such as IPO's (h - 1 / (2 * beta))^2.
+        pair_loss: (h, beta) -> loss of each pair: one of this file, or the caller's own.
         weights: # [P] of the loss; None = 1 / P.
         counts: # [P] weights of pairs in the means of the metrics; None = all the same.
 
@@ -91,6 +151,35 @@ def dpo_loss(
         "log_prob_rejected": rejected,
     }
     return _weighted(pair_loss(margin / beta, beta), metrics, weights, counts)
+
+
+def odds_ratio_loss(
+    chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, weights: Tensor | None = None, counts: Tensor | None = None
+) -> LossOutput:
+    """sum(weights * (-log p(chosen) - beta * log sigmoid(log odds(chosen) - log odds(rejected)))), odds = p / (1 - p): ORPO.
+
+    Args:
+        chosen, rejected: # [P] log-probs of the answers per token (sequence_log_probs with average=True), at most 0.
+        beta: >= 0; weight of the odds ratio, lambda in the paper.
+        weights, counts: as in dpo_loss.
+
+    Returns: metrics as in dpo_loss, with rewards beta * log p, and log_odds, the log of the ratio of the odds.
+    Source: Hong et al. 2024 (ORPO), equations 4, 6 and 7. The first term is the mean over the answer's tokens and then over pairs; TRL
+        takes it over all tokens of the chosen answers and their prompts at once.
+    """
+    assert beta >= 0, f"beta is {beta}, expected at least 0"
+    check_shapes(rejected=(rejected, tuple(chosen.shape)))
+    log_odds = (chosen - rejected) - (_log_not(chosen) - _log_not(rejected))
+    metrics = {
+        "reward_chosen": beta * chosen,
+        "reward_rejected": beta * rejected,
+        "reward_margin": beta * (chosen - rejected),
+        "reward_accuracy": (chosen > rejected).to(chosen.dtype),
+        "log_prob_chosen": chosen,
+        "log_prob_rejected": rejected,
+        "log_odds": log_odds,
+    }
+    return _weighted(-chosen - beta * logsigmoid(log_odds), metrics, weights, counts)
 
 
 def bradley_terry_loss(
@@ -198,14 +287,16 @@ def preference_loss(
     pair_loss: PairLoss = sigmoid_pair_loss,
     reference_free: bool = False,
     average: bool = False,
+    nll_coef: float = 0.0,
 ) -> LossOutput:
-    """dpo_loss of a batch's answers.
+    """dpo_loss of a batch's answers, and perhaps the negative log-likelihood of the chosen ones.
 
     Args:
         outputs: log_probs of the policy.
         batch: loss_weights of pair_mean, and ref_log_probs unless reference_free.
         beta, pair_loss: as in dpo_loss.
         average: log-probs per token, not per answer (IPO in TRL; SimPO's length normalisation).
+        nll_coef: weight of -log p(chosen) per token, averaged over pairs (Pang et al. 2024, Iterative RPO, equation 1); 0 = none.
 
     Returns: metrics as in dpo_loss, where a pair counts as often as it has trained tokens: every part of a step can then be merged.
     Asserts: rows come in pairs, and the two rows of each have one group id and one weight.
@@ -217,7 +308,27 @@ def preference_loss(
     ref_chosen, ref_rejected = None, None
     if not reference_free and batch.ref_log_probs is not None:
         ref_chosen, ref_rejected = _halves(sequence_log_probs(batch.ref_log_probs, batch.loss_mask, average=average))
-    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=beta, pair_loss=pair_loss, weights=weights, counts=counts)
+    found = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=beta, pair_loss=pair_loss, weights=weights, counts=counts)
+    if not nll_coef:
+        return found
+    likely, _ = _halves(sequence_log_probs(outputs.log_probs, batch.loss_mask, average=True))
+    likelihood = _weighted(-likely, {"nll_chosen": -likely}, weights, counts)
+    return LossOutput(found.loss + nll_coef * likelihood.loss, {**found.metrics, **likelihood.metrics})
+
+
+def orpo_loss(outputs: TokenOutputs, batch: TrainBatch, *, beta: float = 0.1) -> LossOutput:
+    """odds_ratio_loss of a batch's answers; it needs no reference.
+
+    Args:
+        outputs: log_probs of the policy.
+        batch: loss_weights of pair_mean.
+
+    Asserts: as preference_loss.
+    """
+    weights, counts = _pair_weights(batch)
+    check_shapes(log_probs=(outputs.log_probs, tuple(batch.tokens.shape)))
+    chosen, rejected = _halves(sequence_log_probs(outputs.log_probs, batch.loss_mask, average=True))
+    return odds_ratio_loss(chosen, rejected, beta=beta, weights=weights, counts=counts)
 
 
 def score_loss(outputs: TokenOutputs, batch: TrainBatch, *, margin_from_rewards: bool = False) -> LossOutput:
@@ -242,6 +353,11 @@ def score_loss(outputs: TokenOutputs, batch: TrainBatch, *, margin_from_rewards:
 
 
 # -- parts
+
+
+def _log_not(log_p: Tensor) -> Tensor:
+    """log(1 - p); finite also where p rounds to 1."""
+    return torch.log(-torch.expm1(log_p.clamp(max=-torch.finfo(log_p.dtype).eps)))
 
 
 def _weighted(per_pair: Tensor, metrics: Mapping[str, Tensor], weights: Tensor | None, counts: Tensor | None) -> LossOutput:

@@ -19,11 +19,18 @@ from rollouts.algorithms.losses import merge_metrics
 from rollouts.algorithms.preferences import (
     bradley_terry_loss,
     dpo_loss,
+    hinge_pair_loss,
+    ipo_pair_loss,
+    odds_ratio_loss,
+    orpo_loss,
     pair_mean,
     preference_loss,
+    robust_pair_loss,
     score_loss,
     sequence_log_probs,
     sigmoid_pair_loss,
+    simpo_pair_loss,
+    smoothed_pair_loss,
     split_pairs,
 )
 from rollouts.backends.factory import create_pytorch_backend
@@ -37,13 +44,22 @@ from rollouts.testing import create_tiny_model
 from rollouts.types import Sample, TokenOutputs, TrainBatch
 
 
-def ipo(h: torch.Tensor, beta: float) -> torch.Tensor:
-    return (h - 1 / (2 * beta)).square()
+def squared(h: torch.Tensor, beta: float) -> torch.Tensor:
+    return (beta * h).square()
+
+
+def squared_oracle(chosen, rejected, ref_chosen, ref_rejected, beta):
+    return (beta * ((chosen - ref_chosen) - (rejected - ref_rejected))) ** 2
 
 
 KINDS = {
     "sigmoid": (sigmoid_pair_loss, oracles.dpo),
-    "of the caller": (ipo, oracles.ipo),
+    "smoothed": (smoothed_pair_loss, oracles.smoothed),
+    "robust": (robust_pair_loss, oracles.robust),
+    "ipo": (ipo_pair_loss, oracles.ipo),
+    "hinge": (hinge_pair_loss, oracles.hinge),
+    "simpo": (simpo_pair_loss, oracles.simpo),
+    "of the caller": (squared, squared_oracle),
 }
 
 
@@ -108,7 +124,45 @@ def test_losses_of_pairs_are_those_of_the_papers(kind, pairs, beta):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_pair_losses_are_the_numerical_ones(kind):
     columns = [torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(4)]
-    assert torch.autograd.gradcheck(lambda *x: dpo_loss(*x, beta=0.3, pair_loss=sigmoid_pair_loss).loss, columns)
+    assert torch.autograd.gradcheck(lambda *x: dpo_loss(*x, beta=0.3, pair_loss=KINDS[kind][0]).loss, columns)
+
+
+@given(st.lists(st.tuples(st.floats(-6, -0.01), st.floats(-6, -0.01)), min_size=1, max_size=4), st.sampled_from([0.1, 1.0]))
+def test_the_odds_ratio_is_that_of_the_paper(pairs, beta):
+    chosen, rejected = (double(*column).requires_grad_() for column in zip(*pairs, strict=True))
+    loss, metrics = odds_ratio_loss(chosen, rejected, beta=beta)
+    expected = sum(oracles.orpo(c, r, beta) for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    found, wanted = (torch.autograd.grad(x, [chosen, rejected]) for x in (loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)
+    assert metrics["reward_chosen"].item() == pytest.approx(beta * sum(c for c, _ in pairs) / len(pairs))
+
+
+def test_odds_of_certain_and_of_impossible_answers_are_finite():
+    chosen, rejected = torch.tensor([0.0, -1e4]).requires_grad_(), torch.tensor([-1e4, 0.0]).requires_grad_()
+    loss = odds_ratio_loss(chosen, rejected).loss
+    loss.backward()
+    assert loss.isfinite() and bool(chosen.grad.isfinite().all()) and bool(rejected.grad.isfinite().all())
+
+
+def test_robust_dpo_expects_the_loss_of_the_pairs_as_they_should_be():
+    h = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = 0.8 * robust_pair_loss(h, 0.5, label_smoothing=0.2) + 0.2 * robust_pair_loss(-h, 0.5, label_smoothing=0.2)
+    torch.testing.assert_close(expected, sigmoid_pair_loss(h, 0.5))
+    for loss in (smoothed_pair_loss, robust_pair_loss):
+        torch.testing.assert_close(loss(h, 0.5, label_smoothing=0.0), sigmoid_pair_loss(h, 0.5))
+        with pytest.raises(AssertionError, match=r"label_smoothing is 0.5, expected at least 0 and less than 0.5"):
+            loss(h, 0.5, label_smoothing=0.5)
+
+
+def test_the_likelihood_of_chosen_answers_is_added():
+    log_probs, _, batch = random_pairs(3)
+    outputs = TokenOutputs(log_probs=log_probs)
+    both, alone = preference_loss(outputs, batch, nll_coef=0.5), preference_loss(outputs, batch)
+    mask = batch.loss_mask.tolist()
+    terms = [-oracles.answer_log_prob(log_probs[i], mask[i]) / sum(mask[i]) for i in range(0, len(mask), 2)]
+    assert (both.loss - alone.loss).item() == pytest.approx(0.5 * (sum(terms) / len(terms)).item())
+    assert "nll_chosen" in both.metrics and "nll_chosen" not in alone.metrics
 
 
 @given(st.lists(st.tuples(st.floats(-20, 20), st.floats(-20, 20), st.floats(0, 3)), min_size=1, max_size=4), st.booleans())
@@ -219,7 +273,9 @@ def test_scores_are_read_at_the_last_trained_token(seed, with_margin):
 
 LOSSES = {
     "preference": partial(preference_loss, beta=0.2),
-    "average": partial(preference_loss, beta=0.2, pair_loss=ipo, average=True),
+    "average": partial(preference_loss, beta=0.2, pair_loss=ipo_pair_loss, average=True),
+    "with likelihood": partial(preference_loss, pair_loss=hinge_pair_loss, nll_coef=0.3),
+    "odds ratio": partial(orpo_loss, beta=0.5),
     "score": score_loss,
 }
 
@@ -343,7 +399,7 @@ def test_split_pairs_weights_of_tokens_and_missing_columns_are_refused(loss_fn):
 
 
 def test_losses_with_their_options_are_values():
-    loss = partial(preference_loss, beta=0.2, pair_loss=ipo)
+    loss = partial(preference_loss, beta=0.2, pair_loss=partial(robust_pair_loss, label_smoothing=0.3))
     log_probs, _, batch = random_pairs(13)
     again = pickle.loads(pickle.dumps(loss))
     outputs = TokenOutputs(log_probs=log_probs)

@@ -85,10 +85,17 @@ losses.value_loss: clip=0.2 factor=0.5
 losses.ppo_loss: clip_range=0.2
 losses.compute_policy_loss: clip_ratio=0.2
 losses.compute_value_loss: cliprange_value=0.2
+kto.kto_answer_loss: beta=0.1 desirable_weight=1.0 undesirable_weight=1.0
+kto.kto_loss: beta=0.1 desirable_weight=1.0 undesirable_weight=1.0
+preferences.smoothed_pair_loss: label_smoothing=0.1
+preferences.robust_pair_loss: label_smoothing=0.1
+preferences.simpo_pair_loss: gamma=0.5
 preferences.dpo_loss: beta=0.1
+preferences.odds_ratio_loss: beta=0.1
+preferences.orpo_loss: beta=0.1
 preferences.sequence_log_probs: average=False
 preferences.split_pairs: num_shards=1
-preferences.preference_loss: beta=0.1 reference_free=False average=False
+preferences.preference_loss: beta=0.1 reference_free=False average=False nll_coef=0.0
 preferences.score_loss: margin_from_rewards=False
 presets.grpo: clip_low=0.2 clip_high=0.2 kl_coef=0.0 epsilon=0.0001 entropy_coef=0.0
 presets.dr_grpo: clip_low=0.2 clip_high=0.2

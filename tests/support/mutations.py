@@ -130,6 +130,35 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # Preferences
+    Mutation(
+        "algorithms/kto.py",
+        "bad answers are pushed up to the reference point instead of down",
+        "torch.where(desirable, -gain, gain)",
+        "torch.where(desirable, -gain, -gain)",
+        (parity("preferences/trl_kto"),),
+    ),
+    Mutation(
+        "algorithms/kto.py",
+        "the reference point may be negative",
+        ".clamp(min=0).detach()",
+        ".detach()",
+        (parity("preferences/trl_kto"),),
+    ),
+    Mutation(
+        "algorithms/preferences.py",
+        "robust DPO is not divided by 1 - 2 epsilon",
+        "label_smoothing * logsigmoid(-beta * h)) / (1 - 2 * label_smoothing)",
+        "label_smoothing * logsigmoid(-beta * h)) / (1 - label_smoothing)",
+        (parity("preferences/trl_dpo"),),
+    ),
+    Mutation(
+        "algorithms/preferences.py",
+        "SimPO's margin is multiplied by beta",
+        "logsigmoid(beta * h - gamma)",
+        "logsigmoid(beta * (h - gamma))",
+        (parity("preferences/trl_cpo"),),
+    ),
     # The trainer facade
     Mutation(
         "trainer/session.py",
