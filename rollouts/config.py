@@ -106,6 +106,8 @@ SMALLER_IS_BETTER: Mapping[str, bool] = MappingProxyType(
         "eval_accuracy": False,
         "eval_accuracy_sampled": False,
         "eval_margin": False,
+        "eval_pair_accuracy": False,
+        "eval_pair_margin": False,
         "eval_loss": True,
         "eval_perplexity": True,
     }
@@ -156,6 +158,28 @@ class RewardModelTrainingConfig:
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
         check_history_steps(self.history_steps)
         check_count(self, "checkpoint_every", "eval_every")
+        check_seed(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceTrainingConfig:
+    """Schedule of train_preferences."""
+
+    num_steps: int = 100  # optimizer steps
+    batch_size: int = 32  # pairs per optimizer step; answers of an objective without pairs (KTO)
+    log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
+    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
+    checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
+    eval_every: int = 0  # steps between two evaluations on held-out rows; 0 = only after the last step
+    max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
+    seed: int = 0  # seed of the order of rows
+    dropout: bool = False  # train with the dropout that the model's configuration and its adapters have; makes log-ratios noisy
+
+    def __post_init__(self) -> None:
+        check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
+        check_history_steps(self.history_steps)
+        check_count(self, "checkpoint_every", "eval_every")
+        check_flags(self, "dropout")
         check_seed(self)
 
 

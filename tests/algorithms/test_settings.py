@@ -87,6 +87,14 @@ losses.compute_policy_loss: clip_ratio=0.2
 losses.compute_value_loss: cliprange_value=0.2
 kto.kto_answer_loss: beta=0.1 desirable_weight=1.0 undesirable_weight=1.0
 kto.kto_loss: beta=0.1 desirable_weight=1.0 undesirable_weight=1.0
+preference_objectives.dpo: beta=0.1 nll_coef=0.0
+preference_objectives.cdpo: beta=0.1 label_smoothing=0.1
+preference_objectives.robust_dpo: beta=0.1 label_smoothing=0.1
+preference_objectives.ipo: beta=0.1
+preference_objectives.slic: beta=0.1 nll_coef=0.0
+preference_objectives.kto: beta=0.1 desirable_weight=1.0 undesirable_weight=1.0
+preference_objectives.orpo: beta=0.1
+preference_objectives.simpo: beta=2.0 gamma=1.0
 preferences.smoothed_pair_loss: label_smoothing=0.1
 preferences.robust_pair_loss: label_smoothing=0.1
 preferences.simpo_pair_loss: gamma=0.5

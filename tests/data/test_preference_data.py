@@ -10,8 +10,15 @@ import pytest
 
 from rollouts.algorithms.preferences import last_scores, pair_mean
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.data.preference_pairs import collate_pairs, load_preference_pairs, prepare_preference_pair
+from rollouts.data.preference_pairs import (
+    collate_pairs,
+    load_labelled_answers,
+    load_preference_pairs,
+    prepare_preference_pair,
+    rank_rollouts,
+)
 from rollouts.errors import DataError
+from rollouts.types import Sample
 
 ASK = [{"role": "user", "content": "1+2="}]
 TEXT = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
@@ -63,6 +70,58 @@ def test_pairs_become_rows_side_by_side_with_their_margins():
     assert batch.loss_mask.sum(1).tolist() == [1.0] * 4
     assert float(pair_mean(batch).max()) == 0.5
     assert last_scores(batch.tokens.float(), batch.loss_mask).tolist() == [1.0] * 4, "the end-of-text token has id 1"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_answers_are_trained_on_up_to_their_end_of_turn(form: str):
+    pair = prepare_preference_pair(create_char_tokenizer(), FORMS[form][0], whole_answers=True)
+    for sample, text in ((pair.chosen, "3"), (pair.rejected, "4")):
+        trained = [token for token, mask in zip(sample.tokens, sample.loss_mask, strict=True) if mask > 0]
+        assert create_char_tokenizer().decode(trained) == f"{text}<|eos|>"
+        assert sample.loss_mask[-1] == 1.0
+
+
+def test_log_probs_of_a_reference_are_a_column_and_stand_at_the_end_of_each_answer():
+    row = {**TEXT, "ref_chosen_logps": -1.5, "ref_rejected_logps": -2}
+    pair = prepare_preference_pair(create_char_tokenizer(), row, whole_answers=True)
+    assert pair.ref_log_probs == (-1.5, -2.0) and pair.chosen.metadata == {}
+    batch = collate_pairs([pair])
+    assert batch.ref_log_probs is not None
+    assert (batch.ref_log_probs * batch.loss_mask).sum(1).tolist() == [-1.5, -2.0]
+    assert collate_pairs([pair, prepare_preference_pair(create_char_tokenizer(), TEXT)]).ref_log_probs is None
+    with pytest.raises(DataError, match="ref_chosen_logps is 'x', expected a number"):
+        prepare_preference_pair(create_char_tokenizer(), {**TEXT, "ref_chosen_logps": "x"})
+
+
+def test_labelled_answers_stand_by_themselves_and_pairs_become_two(tmp_path: Path):
+    path = tmp_path / "answers.jsonl"
+    rows = [{"prompt": "1+2=", "completion": "3", "label": True}, {"prompt": "1+3=", "completion": "3", "label": False, "of": 7}, TEXT]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = load_labelled_answers(create_char_tokenizer(), path)
+    assert [(decode(answer), answer.reward) for answer in answers] == [
+        ("1+2=3<|eos|>", 1.0), ("1+3=3<|eos|>", 0.0), ("1+2=3<|eos|>", 1.0), ("1+2=4<|eos|>", 0.0)
+    ]  # fmt: skip
+    assert [sum(answer.loss_mask) for answer in answers] == [2.0] * 4
+    assert answers[1].metadata == {"of": 7}
+    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({**rows[1], "label": "no"}) + "\n")
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 2: label is 'no', expected true or false"):
+        load_labelled_answers(create_char_tokenizer(), path)
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(DataError, match="all 1 answers have the label True: KTO learns from good answers and bad ones"):
+        load_labelled_answers(create_char_tokenizer(), path)
+
+
+def test_the_best_rollout_of_a_group_is_preferred_to_its_worst():
+    def rollout(group: int, reward: float | None, token: int, **changes: Any) -> Sample:
+        return Sample(tokens=(3, token), loss_mask=(0.0, 1.0), reward=reward, group_index=group, **changes)
+
+    samples = [
+        rollout(0, 0.5, 10), rollout(0, 1.0, 11), rollout(0, 0.0, 12), rollout(0, 1.0, 13), rollout(1, 1.0, 14), rollout(1, 1.0, 15),
+        rollout(2, 0.2, 16), rollout(2, 0.5, 17), rollout(2, 9.0, 18, trainable=False), rollout(2, None, 19),
+    ]  # fmt: skip
+    pairs = rank_rollouts(samples)
+    assert [(pair.chosen.tokens[1], pair.rejected.tokens[1]) for pair in pairs] == [(11, 12), (17, 16)]
+    assert [pair.chosen.tokens[1] for pair in rank_rollouts(samples, min_difference=0.5)] == [11]
 
 
 BAD = {

@@ -132,6 +132,27 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 MUTATIONS: tuple[Mutation, ...] = (
     # Preferences
     Mutation(
+        "preference_loop.py",
+        "the pairs of a step do not stay whole where it is split",
+        "    if objective.compares_pairs:  # the loss",
+        "    if False:  # the loss",
+        ("loops/test_preference_loop.py::test_micro_batches_change_nothing[dpo]",),
+    ),
+    Mutation(
+        "preference_loop.py",
+        "KTO's reference point is that of the answers themselves",
+        "    other = mismatch_answers(batch, max_length=None if limits is None else limits.context_length)",
+        "    other = batch",
+        ("loops/test_preference_loop.py::test_the_reference_point_is_that_of_other_prompts_answers",),
+    ),
+    Mutation(
+        "data/preference_pairs.py",
+        "an answer's log-prob under the reference counts for each of its tokens",
+        "torch.where(positions == last, sums[:, None], 0.0)",
+        "sums[:, None].expand_as(batch.loss_mask)",
+        ("data/test_preference_data.py::test_log_probs_of_a_reference_are_a_column_and_stand_at_the_end_of_each_answer",),
+    ),
+    Mutation(
         "algorithms/kto.py",
         "bad answers are pushed up to the reference point instead of down",
         "torch.where(desirable, -gain, gain)",

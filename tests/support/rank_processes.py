@@ -97,6 +97,11 @@ def create_tiny_backend(lr: float = 1e-2) -> FSDPTrainingBackend:
     return FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=lr))
 
 
+def create_pair_backend(lr: float = 5e-3) -> FSDPTrainingBackend:
+    """A rank's part of a tiny model for losses of pairs, with the weights of the other ranks' own."""
+    return FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=lr), rows_per_unit=2)
+
+
 def tell_rank(backends, *own):
     """Return the arguments that each rank was given."""
     return own
