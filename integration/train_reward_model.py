@@ -37,7 +37,7 @@ Train a reward model on pairs of answers; `python -m integration.train --reward.
   --training.best METRIC        keep the best checkpoint by eval_accuracy, eval_loss or eval_margin, as the result
   --config FILE                 settings from a .toml, .json or .py file; flags override them
   --output-dir DIR              directory of the run (default: a new runs/<time>-reward-model)
-  --resume                      go on with the interrupted run in --output-dir
+  --resume                      go on with the interrupted run in --output-dir; --accept-changed-data, also with other rows than it had
   --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
   --seed N                      seed of weights, pairs and their order (default: 0)
   --num-threads N               CPU threads of torch
@@ -61,6 +61,8 @@ class _Arguments:
     config: Annotated[RewardModelConfig, tyro.conf.arg(name="")]
     resume: bool = False
     """resume the interrupted run in --output-dir"""
+    accept_changed_data: bool = False
+    """with --resume: go on although files of the training data have changed since the checkpoint; without it that is an error"""
     quiet: bool = False
     """print only the summary"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
@@ -77,7 +79,7 @@ def run(command: _Arguments) -> int:
     """Execute a command line. Returns the exit status."""
     from integration.run import reward_model  # imports torch, which the help does not need
 
-    return reward_model.run(command.config, resume=command.resume, quiet=command.quiet)
+    return reward_model.run(command.config, resume=command.resume, quiet=command.quiet, accepts_changed_data=command.accept_changed_data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.rollout_batch import select_log_probs
+from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
@@ -64,6 +65,7 @@ class PreferenceParts:
     should_stop: Callable[[], bool] = lambda: False  # called after each step; True ends the run with a checkpoint of that step
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run
+    inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
 
 
 async def score_reference(
@@ -203,8 +205,10 @@ async def train_preferences(
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
                 offset = log_offset(parts.metrics_logger)
-                run_state = {"stage": STAGE, "metrics_bytes": offset, "num_rows": len(rows), "best": state_of(best)}
-                await checkpoints.save(finished, run_state, metrics, protected=protect(best, directory))
+                state = RunState(
+                    stage=STAGE, step=finished, metrics_bytes=offset, num_rows=len(rows), best=state_of(best), inputs=parts.inputs
+                )
+                await checkpoints.save(state, metrics, protected=protect(best, directory))
             if stopping:
                 break
     return list(history)

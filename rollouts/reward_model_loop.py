@@ -22,6 +22,7 @@ from rollouts.data.prompts import stream_positions
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
     Metrics,
     PendingOptimizerStep,
@@ -93,6 +94,7 @@ async def train_reward_model(
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     best: BestCheckpoint | None = None,
+    inputs: RunInputs | None = None,
 ) -> list[Metrics]:
     """Train a model to score the chosen answer of each pair above the rejected one, for config.num_steps optimizer steps.
 
@@ -109,6 +111,7 @@ async def train_reward_model(
         should_stop: called after each step; True ends the run with a checkpoint of that step.
         clock: time in seconds, for keys that end in `_s`.
         best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
+        inputs: marks of data and settings, written to each checkpoint.
 
     Returns: one dict per step from start_step on: loss, score_accuracy, score_margin, score_chosen, score_rejected, num_pairs, grad_norm,
         lr, step_s; if evaluated, the keys of evaluate_reward_model.
@@ -148,8 +151,8 @@ async def train_reward_model(
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                run_state = {"stage": STAGE, "metrics_bytes": log_offset(metrics_logger), "best": state_of(best)}
-                await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
+                state = RunState(stage=STAGE, step=finished, metrics_bytes=log_offset(metrics_logger), best=state_of(best), inputs=inputs)
+                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
     return list(history)

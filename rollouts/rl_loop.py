@@ -20,6 +20,7 @@ from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
+from rollouts.training.run_state import RunInputs
 from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 
@@ -98,12 +99,13 @@ async def run_rl_training(
     clock: Callable[[], float] = time.monotonic,
     weight_channel: WeightChannel | None = None,
     best: BestCheckpoint | None = None,
+    inputs: RunInputs | None = None,
 ) -> list[Metrics]:
     """Call train_rl with the parts as keywords; see RLParts for the parts, train_rl for the other arguments."""
     parts = RLParts(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
         critic=critic, pad_id=pad_id, evaluate=evaluate, checkpoint_dir=checkpoint_dir, keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
-        weight_channel=weight_channel, best=best,
+        weight_channel=weight_channel, best=best, inputs=inputs,
     )  # fmt: skip
     return await train_rl(parts, rollout_manager, config, resume)

@@ -25,6 +25,7 @@ from rollouts.errors import DataError
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.rollout_batch import select_log_probs
+from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
@@ -108,6 +109,7 @@ async def run_sft_training(
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
     best: BestCheckpoint | None = None,
+    inputs: RunInputs | None = None,
 ) -> list[Metrics]:
     """Train on samples for config.num_steps optimizer steps. The loss is the mean negative log-likelihood of the trained tokens.
 
@@ -125,6 +127,7 @@ async def run_sft_training(
         should_stop: called after each step; True ends the run with a checkpoint of that step.
         clock: time in seconds, for keys that end in `_s`.
         best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
+        inputs: marks of data and settings, written to each checkpoint.
 
     Returns: one dict per step from start_step on, or of the last config.history_steps ones.
     Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
@@ -156,10 +159,8 @@ async def run_sft_training(
             async with note_checkpoint(step + 1, checkpoints):
                 metrics = await pending.result()
             signs, found = look(signs, metrics, in_rl=False)
-            for text in found:
-                logging.getLogger(__name__).warning("%s", text)
-            finished = step + 1
-            stopping = require_flag(should_stop(), "should_stop")
+            _warn(found)
+            finished, stopping = step + 1, require_flag(should_stop(), "should_stop")
             metrics["step_s"] = clock() - started
             measure_throughput(metrics, int(batch.lengths.sum()))
             if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
@@ -171,11 +172,24 @@ async def run_sft_training(
                 metrics_logger.log(metrics, finished)
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                run_state = {"stage": "sft", "metrics_bytes": log_offset(metrics_logger), "num_rows": len(samples), "best": state_of(best)}
-                await checkpoints.save(finished, run_state, metrics, protected=protect(best, checkpoint_dir))
+                state = _describe_run(finished, len(samples), metrics_logger, best, inputs)
+                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
     return list(history)
+
+
+def _warn(found: Sequence[str]) -> None:
+    for text in found:
+        logging.getLogger(__name__).warning("%s", text)
+
+
+def _describe_run(
+    finished: int, num_rows: int, logger: MetricsLogger | None, best: BestCheckpoint | None, inputs: RunInputs | None
+) -> RunState:
+    """Return the state of a run after `finished` steps."""
+    offset, of_best = log_offset(logger), state_of(best)
+    return RunState(stage="sft", step=finished, metrics_bytes=offset, num_rows=num_rows, best=of_best, inputs=inputs)
 
 
 def _check(backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig) -> None:

@@ -15,11 +15,22 @@ import trio
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.paths import has_moved, with_absolute_paths
+from integration.tasks.data_marks import (
+    ROWS_FILE,
+    DataMarks,
+    compare_data,
+    find_changed_settings,
+    mark_data,
+    mark_settings,
+    read_lines,
+    write_lines,
+)
 from rollouts.config_files import read_json, save_config, to_dict
-from rollouts.errors import ConfigError, OutputError
+from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, has_checkpoints, latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, has_checkpoints, latest_checkpoint
 from rollouts.training.metrics import truncate_log
+from rollouts.training.run_state import RunInputs, RunState, read_run_state
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -30,6 +41,7 @@ _OWN_FILES = (
     "loggers",
     METRICS_FILE,
     RUN_FILE,
+    ROWS_FILE,
     CONFIG_FILE,
 )  # config.json, the mark of a run, last
 
@@ -102,7 +114,8 @@ def prepare_directory(
     may_change: tuple[str, ...],
     checkpoint_dirs: Sequence[Path],
     tell: Callable[[str], None],
-) -> None:
+    accepts_changed_data: bool = False,
+) -> RunInputs:
     """Create a run directory, or restore that of an interrupted run to its newest checkpoint.
 
     A directory without a checkpoint counts as new, with and without resume: a failed start has nothing to resume, and its corrected
@@ -114,18 +127,24 @@ def prepare_directory(
         may_change: prefixes of the dotted names of settings that a resumed run may change.
         checkpoint_dirs: directories of checkpoints, that of the last stage first.
         tell: receives messages for the user, such as a loss of metrics.
+        accepts_changed_data: go on although files of the data have changed since the checkpoint, with a warning.
 
-    Raises: ConfigError if the directory holds a run and resume is False, or if settings differ from those of the interrupted run;
+    Returns: the marks of data and settings, for the checkpoints of the run.
+    Raises: ConfigError if the directory holds a run and resume is False, or if settings differ from those of the interrupted run; DataError
+        if files of the data have changed since its checkpoint;
         CheckpointError if it has checkpoints but none is intact; OutputError if it cannot be written.
     """
     config = with_absolute_paths(config)
+    marks = mark_data(config)
+    inputs = RunInputs(data=marks.files, settings=mark_settings(config, may_change))
     if not any(has_checkpoints(directory) for directory in checkpoint_dirs):
         aside = _move_aside(output_dir)
         if aside is not None:
             tell(f"{output_dir} holds a run without a checkpoint: this run starts from the beginning; the earlier files are now in {aside}")
         save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
         write_facts(output_dir, facts)
-        return
+        replace_file(output_dir / ROWS_FILE, write_lines(marks.lines))
+        return inputs
     if not resume:
         raise ConfigError(f"{output_dir} already holds a run: add --resume to go on with it, or choose another --output-dir")
     saved = with_absolute_paths(read_saved(type(config), output_dir / CONFIG_FILE))  # defaults fill in settings that it lacks
@@ -136,17 +155,48 @@ def prepare_directory(
             f"--resume with other settings than the run was started with: {'; '.join(changed)}. Leave them out, or give the first value "
             "of each"
         )
+    checkpoint = next((c for directory in checkpoint_dirs if (c := latest_checkpoint(directory)) is not None), None)
+    state = None if checkpoint is None else _check_inputs(output_dir, checkpoint, inputs, marks, tell, accepts_changed_data)
     for name, (before, after) in differing:
         tell(f"{name}: {before!r} is no longer there, and {after!r} is taken in its place")
     save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
-    checkpoint = next((c for directory in checkpoint_dirs if (c := latest_checkpoint(directory)) is not None), None)
+    replace_file(output_dir / ROWS_FILE, write_lines(marks.lines))
     for problem in (problem for directory in checkpoint_dirs for problem in find_damaged(directory)):
         tell(f"warning: a checkpoint is passed over, and the steps behind the one before it are trained again: {problem}")
-    gap = truncate_log(output_dir / METRICS_FILE, 0 if checkpoint is None else load_run_state(checkpoint)["metrics_bytes"])
+    gap = truncate_log(output_dir / METRICS_FILE, 0 if state is None else state.metrics_bytes or 0)
     if gap is not None:  # metrics are lost, no training
         tell(f"warning: {gap}")
         known = read_facts(output_dir)
         write_facts(output_dir, known | {"metrics_gaps": [*known.get("metrics_gaps", ()), gap]})
+    return inputs
+
+
+def _check_inputs(
+    output_dir: Path, checkpoint: Path, inputs: RunInputs, marks: DataMarks, tell: Callable[[str], None], accepts_changed_data: bool
+) -> RunState:
+    """Compare data and settings with those of the checkpoint that the run goes on from, and return its state.
+
+    Held-out data may change, with a warning.
+    """
+    state = read_run_state(checkpoint)
+    if state.inputs is None:  # by a version without marks, or by a program of the user's
+        return state
+    if edited := find_changed_settings(state.inputs, inputs.settings):
+        raise ConfigError(
+            f"--resume with other settings than {checkpoint} was written with: {', '.join(edited)}. They differ although {CONFIG_FILE} has "
+            "the same values, so that file was edited: restore it from a copy, or start a new run directory from the weights (--model.path)"
+        )
+    lines = read_lines(output_dir / ROWS_FILE)
+    changed = compare_data(state.inputs.data, lines, marks)
+    for text in (text for name, text in changed.items() if accepts_changed_data or name.startswith("data.eval_path")):
+        tell(f"warning: {text} since {checkpoint}: the run goes on with it")
+    told = [text for name, text in changed.items() if not name.startswith("data.eval_path")]
+    if told and not accepts_changed_data:
+        raise DataError(
+            f"the data are not those of {checkpoint}: {'; '.join(told)}. Restore them, or go on with them as they are "
+            "(--accept-changed-data), with other numbers than the run would have had"
+        )
+    return state
 
 
 def _move_aside(output_dir: Path) -> Path | None:

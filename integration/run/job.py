@@ -63,6 +63,7 @@ from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.training.checkpoints import has_checkpoints, lock_run_directory
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
+from rollouts.training.run_state import RunInputs
 
 _logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 2e-5
@@ -121,12 +122,12 @@ def favor_computation() -> Generator[None]:
         sys.setswitchinterval(interval_s)
 
 
-def prepare_run(command: CommandLine, output_dir: Path) -> None:
-    """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Raises as prepare_directory."""
+def prepare_run(command: CommandLine, output_dir: Path) -> RunInputs:
+    """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Returns and raises as prepare_directory."""
     saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "sft")]
     if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and any(map(has_checkpoints, checkpoint_dirs)):
         check_demonstrations(load_config(Config, saved), command.config)
-    prepare_directory(
+    return prepare_directory(
         output_dir,
         fix_hardware(command.config),
         {"mode": command.mode},
@@ -134,6 +135,7 @@ def prepare_run(command: CommandLine, output_dir: Path) -> None:
         may_change=MAY_CHANGE_ON_RESUME,
         checkpoint_dirs=checkpoint_dirs,
         tell=partial(print, file=sys.stderr, flush=True),
+        accepts_changed_data=command.accept_changed_data,
     )
 
 
@@ -145,9 +147,19 @@ def describe_settings(config: Config) -> dict[str, Any]:
 
 
 async def run_until_stopped(
-    command: CommandLine, output_dir: Path, task: Task, say: Callable[[str], None], progress: Progress, group: RankGroup | None = None
+    command: CommandLine,
+    output_dir: Path,
+    task: Task,
+    progress: Progress,
+    *,
+    group: RankGroup | None = None,
+    inputs: RunInputs | None = None,
 ) -> bool:
-    """Call train() with metrics, progress display and signal handling. Returns whether it reached its end."""
+    """Call train() with metrics, progress display and signal handling. Returns whether it reached its end.
+
+    Args:
+        inputs: marks of data and settings, for the checkpoints.
+    """
     stop = StopRequest()
     metrics_file = output_dir / METRICS_FILE
     earlier = (read_metrics(metrics_file) if metrics_file.exists() else []) if command.resume else None
@@ -155,11 +167,18 @@ async def run_until_stopped(
     further = create_loggers(command.config.loggers, identity)
     profile = RunProfile(command.config.profile, output_dir)
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
-    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say, group=group, watch_backend=profile.watch)
+    control = RunControl(
+        logger=logger,
+        should_stop=stop.is_requested,
+        say=progress.say,
+        group=group,
+        watch_backend=profile.watch,
+        inputs=inputs,
+    )
     finished = False
     with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps):
         async with trio.open_nursery() as nursery:
-            watch = partial(watch_signals, stop, say, nursery.cancel_scope.cancel)
+            watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel)
             await nursery.start(watch)
             if group is not None:
                 nursery.start_soon(group.wait_for_loss)
@@ -233,9 +252,9 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
     task = create_task(config, tokenizer, command.mode)  # finds errors of the data before anything is written
     check_best(config, task, command.mode)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
-    say = (lambda text: None) if command.quiet else partial(print, flush=True)
+    say: Callable[[str], None] = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
-        prepare_run(command, output_dir)
+        inputs = prepare_run(command, output_dir)
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
         for warning in warnings:
             _logger.warning("%s", warning)
@@ -246,7 +265,8 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         progress = Progress(
             {"sft": config.sft.num_steps, "rl": config.rl.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic
         )
-        finished = trio.run(partial(run_until_stopped, replace(command, config=config), output_dir, task, progress.say, progress, group))
+        go = partial(run_until_stopped, replace(command, config=config), output_dir, task, progress, group=group, inputs=inputs)
+        finished = trio.run(go)
         if not finished:
             again = f"python -m integration.train --mode {command.mode} --output-dir {output_dir} --resume"
             print(f"stopped. To go on from the newest checkpoint:\n  {name_as_started(again)}", flush=True)

@@ -6,7 +6,8 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
+from rollouts.backends.protocol import CheckpointingBackend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import CheckpointConfig
 from rollouts.config_files import to_dict
@@ -49,7 +51,7 @@ from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.best import BestCheckpoint
 from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory
-from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, StageLogger, read_metrics
+from rollouts.training.metrics import CompositeLogger, JSONLLogger, StageLogger, read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -176,34 +178,36 @@ async def run_reward_model(
                 should_stop=control.should_stop,
                 clock=control.clock,
                 best=best,
+                inputs=control.inputs,
             )
         if finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
             return None
         found = None if best is None else best.find_checkpoint(checkpoint_dir)
         if found is not None:
             await pipeline.load_checkpoint(found).result()
-        unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
-        with explain_writes(target):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            await pipeline.export_weights(unfinished).result()
-            shutil.rmtree(
-                target, ignore_errors=True
-            )  # the result of an earlier part of this run, removed only after the new one is complete
-            unfinished.rename(target)
-    return target
+        await _export(pipeline, output_dir)
+    return output_dir / MODEL_DIRECTORY
 
 
-async def _run_until_stopped(
-    config: RewardModelConfig, output_dir: Path, start: Start, logger: MetricsLogger, say: Callable[[str], None]
-) -> bool:
+async def _export(backend: CheckpointingBackend, output_dir: Path) -> None:
+    """Write the model to output_dir/model, whole or not at all."""
+    unfinished, target = output_dir / f".{MODEL_DIRECTORY}", output_dir / MODEL_DIRECTORY
+    with explain_writes(target):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        await backend.export_weights(unfinished).result()
+        shutil.rmtree(target, ignore_errors=True)  # the result of an earlier part of this run, removed only after the new one is complete
+        unfinished.rename(target)
+
+
+async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, start: Start, control: RunControl) -> bool:
     """Call run_reward_model with signal handling. Returns whether it reached its end."""
     stop = StopRequest()
-    control = RunControl(logger=logger, should_stop=stop.is_requested, say=say)
+    control = replace(control, should_stop=stop.is_requested)
     model: Path | None = None
     with raise_single_errors(), watch_beside():
         async with trio.open_nursery() as nursery:
-            await nursery.start(partial(watch_signals, stop, say, nursery.cancel_scope.cancel))
+            await nursery.start(partial(watch_signals, stop, control.say, nursery.cancel_scope.cancel))
             with measure_seconds(output_dir, STAGE, control.clock):
                 model = await run_reward_model(config, output_dir, control, start=start)
             nursery.cancel_scope.cancel()
@@ -236,12 +240,13 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
     }
 
 
-def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
+def run(config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed_data: bool = False) -> int:
     """Train a reward model in its run directory. Returns the exit status.
 
     Args:
         resume: go on with the interrupted run there.
         quiet: print only the summary.
+        accepts_changed_data: see prepare_directory.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -254,7 +259,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
     start = create_parts(config, say)  # finds errors of the data before anything is written
     output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
     with lock_run_directory(output_dir):
-        prepare_directory(
+        inputs = prepare_directory(
             output_dir,
             fix_hardware(recorded),
             {"mode": STAGE},
@@ -262,6 +267,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
             may_change=MAY_CHANGE_ON_RESUME,
             checkpoint_dirs=[output_dir / CHECKPOINTS],
             tell=partial(print, file=sys.stderr, flush=True),
+            accepts_changed_data=accepts_changed_data,
         )
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
         progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=quiet, clock=time.monotonic)
@@ -270,24 +276,32 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool) -> int:
         further = create_loggers(config.loggers, identity)
         logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
         try:
-            finished = trio.run(_run_until_stopped, config, output_dir, start, logger, progress.say)
+            finished = trio.run(_run_until_stopped, config, output_dir, start, RunControl(logger=logger, say=progress.say, inputs=inputs))
         finally:
             logger.finish()
         if not finished:
             again = f"{PROGRAM} --output-dir {output_dir} --resume"
             print(f"stopped. To go on from the newest checkpoint:\n  {name_as_started(again)}", flush=True)
             return EXIT_STOPPED
-        lines = read_metrics(output_dir / METRICS_FILE)
-        summary = summarize(lines, read_facts(output_dir), config)
-        replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        with explain_writes(output_dir / "curves.png"):
-            draw_curves(lines, output_dir / "curves.png")
-        if summary["best"] is not None:
-            print(describe_best("reward model", summary["best"]), flush=True)
-        print(
-            f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
-            f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"
-            f"its scores in place of the rule: python -m integration.train --reward.model {output_dir}",
-            flush=True,
-        )
+        _report(config, output_dir)
     return 0
+
+
+def _report(config: RewardModelConfig, output_dir: Path) -> None:
+    """Write the summary and the curves of a finished run, and print its result."""
+    lines = read_metrics(output_dir / METRICS_FILE)
+    summary = summarize(lines, read_facts(output_dir), config)
+    replace_file(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    with explain_writes(output_dir / "curves.png"):
+        draw_curves(lines, output_dir / "curves.png")
+    if summary["best"] is not None:
+        print(describe_best("reward model", summary["best"]), flush=True)
+    print(_tell_result(summary, output_dir), flush=True)
+
+
+def _tell_result(summary: Mapping[str, Any], output_dir: Path) -> str:
+    return (
+        f"held-out pairs ranked right: {summary['accuracy']:.1%}, by {summary['margin']:.1f} on average "
+        f"({summary['steps']} steps, {summary['seconds']:.0f} s)\nthe model: {output_dir / MODEL_DIRECTORY}\n"
+        f"its scores in place of the rule: python -m integration.train --reward.model {output_dir}"
+    )

@@ -63,10 +63,11 @@ from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.best import BestCheckpoint, add_to
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
 from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
 from rollouts.training.rl_run import RecordUpdates, RLParts, restore_rl_run
 from rollouts.training.rollout_batch import RecordedColumns
+from rollouts.training.run_state import RunInputs, read_run_state
 from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class RunControl:
     watch_backend: Callable[[TrainingBackend, str], None] = lambda backend, name: None  # is given each backend before its first call
     group: RankGroup | None = None  # the training processes, led by this one; None = this process trains alone
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
+    inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
 
 
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
@@ -135,6 +137,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 should_stop=control.should_stop,
                 clock=control.clock,
                 best=best,
+                inputs=control.inputs,
             )
     last = finished_checkpoint(checkpoint_dir, config.sft.num_steps, best)
     return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
@@ -266,6 +269,7 @@ async def _open_rl(
             clock=control.clock,
             weight_channel=channel,
             best=create_best(config, task, "rl"),
+            inputs=control.inputs,
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)
@@ -391,7 +395,7 @@ def create_rollout_source(
 def restore_best(best: BestCheckpoint | None, checkpoint: Path) -> None:
     """Restore what the run knew of its evaluations when it wrote the checkpoint."""
     if best is not None:
-        best.load_state_dict(load_run_state(checkpoint).get("best"))
+        best.load_state_dict(read_run_state(checkpoint).best)
 
 
 def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoint | None = None) -> Path | None:
@@ -405,8 +409,8 @@ def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoi
 
 def check_num_rows(checkpoint: Path, num_rows: int) -> None:
     """Raise CheckpointError if the number of SFT rows has changed since the checkpoint: the order of rows depends on it."""
-    before = load_run_state(checkpoint).get("num_rows", num_rows)
-    if before != num_rows:
+    before = read_run_state(checkpoint).num_rows
+    if before not in (None, num_rows):
         raise CheckpointError(
             f"{checkpoint} is of SFT on {before:,} rows, but the data now has {num_rows:,}: a resumed run must read the rows in the same "
             "order, which depends on their number. Restore the data (data.path, data.mixture), or start a new run"
@@ -415,7 +419,7 @@ def check_num_rows(checkpoint: Path, num_rows: int) -> None:
 
 def read_step(checkpoint: Path, stage: str) -> int:
     """Return the number of finished steps of a checkpoint. Raises CheckpointError for a checkpoint of another stage."""
-    state = load_run_state(checkpoint)
-    if state.get("stage") != stage:
-        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.get('stage')!r}, expected {stage!r}")
-    return int(state["step"])
+    state = read_run_state(checkpoint)
+    if state.stage != stage:
+        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected {stage!r}")
+    return state.step

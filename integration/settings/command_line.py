@@ -72,6 +72,7 @@ class CommandLine:
     explain: tuple[str, ...] = ()  # settings to explain, instead of a run
     places: Mapping[str, Place] = field(default_factory=dict[str, Place])  # places of the settings that the user gave
     push_to_hub: str | None = None  # name on the hub to publish the trained model under
+    accept_changed_data: bool = False  # go on although the data have changed since the checkpoint
     patience: Patience = field(default_factory=Patience)  # limits of time after a signal, and without a step
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
@@ -90,6 +91,8 @@ class _Arguments:
     """stages to run: sft, rl, or sft+rl; None = sft+rl, or the mode of a resumed run"""
     resume: bool = False
     """resume the interrupted run in --output-dir"""
+    accept_changed_data: bool = False
+    """with --resume: go on although files of the training data have changed since the checkpoint; without it that is an error"""
     dry_run: bool = False
     """print the numbers that follow from the settings, with estimates of memory and time, and exit"""
     json: bool = False
@@ -132,6 +135,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
+    if arguments.accept_changed_data and not arguments.resume:
+        raise ConfigError("--accept-changed-data is about the data of an interrupted run: add --resume, or leave it out")
     if arguments.json and not arguments.dry_run:
         raise ConfigError("--json is about the output of a dry run: add --dry-run, or leave it out")
     for name in ("grace_s", "stall_s"):
@@ -150,6 +155,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         mode=mode,
         config=config,
         resume=arguments.resume,
+        accept_changed_data=arguments.accept_changed_data,
         dry_run=arguments.dry_run,
         json=arguments.json,
         quiet=arguments.quiet,

@@ -30,7 +30,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --algorithm EXPRESSION        grpo, 'dapo(clip_high=0.28)', ppo, ...
   --config FILE                 settings from a .toml, .json or .py file; flags override them
   --output-dir DIR              directory of the run (default: a new runs/<time>-<task>)
-  --resume                      go on with the interrupted run in --output-dir
+  --resume                      go on with the interrupted run in --output-dir; --accept-changed-data, also with other rows than it had
   --dry-run [--json]            print what would be run, with memory and time, and exit
   --explain KEY ...             print what settings do here, their values, defaults and consequences, and exit
   --seed N                      seed of weights, data and samples (default: 0)

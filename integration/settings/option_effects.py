@@ -343,6 +343,7 @@ EFFECTS: Mapping[str, Effect] = _spread(_BY_OPTIONS)
 COMMAND_OPTIONS = (
     "mode",
     "resume",
+    "accept_changed_data",
     "dry_run",
     "json",
     "explain",

@@ -13,12 +13,15 @@ from integration.run.step_files import read_ledger
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
+from integration.tasks.data_marks import ROWS_FILE, compare_data, find_changed_settings, mark_data, mark_settings
+from integration.tasks.data_marks import read_lines as read_marked_lines
 from integration.verify.checkpoints import Stage, check_stage
 from integration.verify.lines import Lines, check_metrics, compare_ledger, read_lines
 from rollouts.config_files import read_json
 from rollouts.data.trajectories import read_records
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.training.checkpoints import LOCK_FILE, find_leftovers, list_checkpoints
+from rollouts.training.checkpoints import LOCK_FILE, checkpoint_name, find_leftovers, list_checkpoints
+from rollouts.training.run_state import read_run_state
 
 STAGES = ("sft", "rl")
 
@@ -71,6 +74,8 @@ def check_run(path: Path) -> CheckedRun:
         found, step = check_stage(stage, lines, keep_last_n=_find(config, "checkpoint", "keep_last_n"))
         findings += found
         newest = newest if step is None else (stage, step)
+    if newest is not None:
+        findings += check_inputs(path, newest[0], newest[1])
     findings.append(check_leftovers(path, stages))
     findings.append(describe_resume(stages, newest))
     if is_live(path):
@@ -92,6 +97,26 @@ def check_settings(path: Path) -> tuple[list[Finding], Mapping[str, Any]]:
     except RolloutsError as error:
         return [judge("settings", str(error), fails=True, advice=advice)], {}
     return [judge("settings", f"{CONFIG_FILE} holds {len(raw)} settings and sections that this version reads")], raw
+
+
+def check_inputs(path: Path, stage: Stage, step: int) -> list[Finding]:
+    """Compare settings and data with what the checkpoint that --resume takes was written with."""
+    checkpoint = stage.checkpoints / checkpoint_name(step)
+    inputs = read_run_state(checkpoint).inputs
+    if inputs is None:
+        return [skip("inputs", f"{checkpoint} has no marks of settings and data: its writer made none")]
+    try:
+        raw = read_json(path / CONFIG_FILE)
+        config = read_saved(RewardModelConfig if "training" in raw else Config, path / CONFIG_FILE)
+        edited = find_changed_settings(inputs, mark_settings(config, ()))
+        changed = list(compare_data(inputs.data, read_marked_lines(path / ROWS_FILE), mark_data(config)).values())
+    except (RolloutsError, OSError) as error:
+        return [skip("inputs", f"not compared with {checkpoint}: {error}")]
+    told = f"{CONFIG_FILE} has other settings than {checkpoint.name}: {', '.join(edited)}"
+    advice = "restore it from a copy: --resume refuses it as it is"
+    settings = [judge("inputs", told, fails=True, advice=advice)] if edited else []
+    found = "; ".join(changed) or f"settings and {len(inputs.data)} data files are those that {checkpoint.name} was written with"
+    return [*settings, judge("inputs", found, warns=bool(changed), advice="restore the data: --resume refuses others")]
 
 
 def check_facts(path: Path) -> Finding:

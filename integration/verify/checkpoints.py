@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from integration.doctor.findings import Finding, judge
 from integration.verify.lines import Lines
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import checkpoint_name, list_checkpoints, load_run_state
+from rollouts.training.checkpoints import checkpoint_name, list_checkpoints
+from rollouts.training.run_state import RunState, read_run_state
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def check_stage(stage: Stage, lines: Lines, *, keep_last_n: int | None) -> tuple
     for path in paths:
         name = f"{stage.name}/{path.name}".removeprefix("/")
         try:
-            state = load_run_state(path)
+            state = read_run_state(path)
             num_tensors, num_bytes = _read_tensors(path)
         except (CheckpointError, OSError, ValueError, SafetensorError) as error:
             findings.append(judge(name, str(error), fails=True, advice="restore it from a copy, or delete it: --resume passes it over"))
@@ -61,14 +61,14 @@ def check_stage(stage: Stage, lines: Lines, *, keep_last_n: int | None) -> tuple
     return findings, newest
 
 
-def _check_state(stage: Stage, path: Path, state: dict[str, Any], lines: Lines) -> str:
+def _check_state(stage: Stage, path: Path, state: RunState, lines: Lines) -> str:
     """Return what is wrong with the state of a run; empty if nothing is."""
-    step, offset = state.get("step"), state.get("metrics_bytes")
-    if not isinstance(step, int) or checkpoint_name(step) != path.name:
+    step, offset = state.step, state.metrics_bytes
+    if checkpoint_name(step) != path.name:
         return f"{path} says that it is of step {step!r}"
-    if stage.name and state.get("stage", stage.name) != stage.name:
-        return f"{path} says that it is of stage {state['stage']!r}, expected {stage.name!r}"
-    if isinstance(offset, int) and offset > 0:
+    if stage.name and state.stage != stage.name:
+        return f"{path} says that it is of stage {state.stage!r}, expected {stage.name!r}"
+    if offset:
         content = lines.content or b""
         if len(content) < offset:
             return f"{path} was written when {lines.path.name} had {offset} bytes, but it has {len(content)}: lines are lost"

@@ -6,8 +6,8 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,10 @@ from rollouts.engines.protocol import (
     get_engine_features,
     require_engine_feature,
 )
-from rollouts.errors import CheckpointError, ConfigError, DataError, raise_single_errors
+from rollouts.errors import CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.checkpoints import load_run_state
+from rollouts.training.checkpoints import RUN_STATE_FILE
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.training.requirements import (
@@ -46,6 +46,7 @@ from rollouts.training.requirements import (
     check_rl_batch_sizes,
 )
 from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
+from rollouts.training.run_state import RunInputs, RunState, read_run_state
 from rollouts.training.steps import (
     EvaluateFn,
     Metrics,
@@ -136,6 +137,7 @@ class RLParts:
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
     best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run; needs evaluate
+    inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,9 @@ async def restore_rl_run(
     Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture, or if it has a critic and none is
         given, or the reverse.
     """
-    run_state = load_run_state(checkpoint)
-    if run_state.get("stage") != "rl":
-        raise CheckpointError(
-            f"{checkpoint} is a checkpoint of stage {run_state.get('stage')!r}, expected 'rl': resume it with its own stage"
-        )
+    state = read_run_state(checkpoint)
+    if state.stage != "rl" or state.rollouts is None:
+        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected 'rl': resume it with its own stage")
     critic_directory = checkpoint / CRITIC_DIRECTORY
     if critic_directory.is_dir() != (critic is not None):
         found, needed = (
@@ -178,7 +178,8 @@ async def restore_rl_run(
     await require_checkpointing(backend).load_checkpoint(checkpoint).result()
     if critic is not None:
         await require_checkpointing(critic).load_checkpoint(critic_directory).result()
-    rollout_manager.load_state_dict(run_state["rollouts"])
+    with _explain_state(checkpoint):
+        rollout_manager.load_state_dict(state.rollouts)
     served = await restore_served_weights(
         backend,
         inference_engines,
@@ -186,10 +187,25 @@ async def restore_rl_run(
         in_memory=config.weight_sync == "memory",
         channel=check_weight_channel(config, weight_channel),
     )
-    kl_coef = run_state.get("kl_coef")
+    kl_coef = state.kl_coef
     kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
-    step, best = int(run_state["step"]), run_state.get("best")
-    return ResumePoint(step=step, metrics=run_state["metrics"], served=served, kl_control=kl_control, best=best)
+    return ResumePoint(step=state.step, metrics=state.metrics, served=served, kl_control=kl_control, best=state.best)
+
+
+@contextmanager
+def _explain_state(checkpoint: Path) -> Generator[None]:
+    """Raise what a source says of a state with a missing or mistyped value as a CheckpointError with the file's name."""
+    try:
+        yield
+    except RolloutsError as error:
+        error.add_note(f"in the key 'rollouts' of {checkpoint / RUN_STATE_FILE}")
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"the key 'rollouts' of {checkpoint / RUN_STATE_FILE} is no state of this source of rollouts: "
+            f"{type(error).__name__}: {error}. Restore the checkpoint from a copy, or move its directory away, so that --resume takes the "
+            "one before it"
+        ) from error
 
 
 def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
@@ -431,19 +447,20 @@ class RLRun:
         """Take the state of a finished step, given the bytes of the metrics file before its line, and begin to write its checkpoint."""
         assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
         kl_control, version = self._kl_control, self.version_after(finished)
-        run_state = {
-            "stage": "rl",
-            "rollouts": self._source.state_dict(),
-            "metrics": metrics,
-            "metrics_bytes": metrics_bytes,
-            "weight_version": version,
-            "kl_coef": None if kl_control is None else kl_control.kl_coef,
-            "best": state_of(self.parts.best),
-        }
+        state = RunState(
+            stage="rl",
+            step=finished,
+            metrics_bytes=metrics_bytes,
+            metrics=metrics,
+            rollouts=self._source.state_dict(),
+            weight_version=version,
+            kl_coef=None if kl_control is None else kl_control.kl_coef,
+            best=state_of(self.parts.best),
+            inputs=self.parts.inputs,
+        )
         served = () if self.served.directory is None else (self.served.directory,)
         await self._checkpoints.save(
-            finished,
-            run_state,
+            state,
             metrics,
             protected=(*served, *protect(self.parts.best, self.parts.checkpoint_dir)),
             stage_more=partial(

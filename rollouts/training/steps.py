@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Gen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import trio
@@ -31,6 +31,7 @@ from rollouts.backends.protocol import (
 from rollouts.batches import find_shared_prompts, plan_sharded_microbatches, plan_shared_microbatches, select_rows
 from rollouts.errors import BackendError, CheckpointError, raise_single_errors
 from rollouts.training.checkpoints import list_checkpoints, run_shielded, stage_checkpoint
+from rollouts.training.run_state import RunState
 from rollouts.types import LossFn, TrainBatch
 
 Metrics: TypeAlias = dict[str, float]
@@ -241,8 +242,7 @@ class RunCheckpoints:
 
     async def save(
         self,
-        step: int,
-        run_state: Mapping[str, Any],
+        state: RunState,
         metrics: Mapping[str, float],
         *,
         protected: Collection[Path] = (),
@@ -251,9 +251,8 @@ class RunCheckpoints:
         """Take the state for an exact continuation, and begin to write it to step_NNNN. Waits for the previous checkpoint.
 
         Args:
-            step: number of finished steps.
-            run_state: JSON values: data position, partial samples, byte offset of the metrics file, ...
-            metrics: metrics of the last of these steps. If one of its updates was skipped, which may be the first of many, no checkpoint
+            state: state of the run after the last finished step; what it holds is read now.
+            metrics: metrics of that step. If one of its updates was skipped, which may be the first of many, no checkpoint
                 is deleted.
             protected: further checkpoints to keep.
             stage_more: takes the state of further files; as stage_backend.
@@ -261,6 +260,7 @@ class RunCheckpoints:
         Raises: CheckpointError of this checkpoint or the previous one; older checkpoints are untouched then.
         """
         await self.wait()
+        step = state.step
 
         async def stage(directory: Path) -> Callable[[], None]:
             write = await stage_backend(self._backend, directory)
@@ -278,7 +278,7 @@ class RunCheckpoints:
                 self._directory,
                 step,
                 stage=stage,
-                run_state={"step": step, **run_state},
+                run_state=state.to_dict(),
                 keep_last_n=self._keep_last_n,
                 protected=(*protected, *_protect_while_skipping(self._directory, metrics)),
             )

@@ -23,8 +23,9 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import read_metrics
+from rollouts.training.run_state import read_run_state
 from rollouts.types import RolloutBatch, Sample
 
 NUM_PROMPTS = 24  # an epoch
@@ -87,7 +88,7 @@ def check_every_prompt_once(output: Path, num_steps: int) -> None:
     assert len(trained) == 4 * num_steps
     checkpoint = latest_checkpoint(output / "rl" / "checkpoints")
     assert checkpoint is not None
-    state = load_run_state(checkpoint)["rollouts"]
+    state = read_run_state(checkpoint).rollouts
     taken = state["buffer"]["epoch_id"] * NUM_PROMPTS + state["buffer"]["sample_offset"]
     assert sorted(trained + find_prompts(state)) == list(range(taken)), "a prompt was lost, or trained on twice in its epoch"
     lines = read_metrics(output / "metrics.jsonl")

@@ -17,6 +17,7 @@ from integration.settings.sections import ModelSection
 from rollouts.errors import ConfigError
 from rollouts.models import linear
 from rollouts.training.checkpoints import save_checkpoint
+from rollouts.training.run_state import RunState
 
 
 @pytest.fixture
@@ -64,7 +65,8 @@ def test_a_run_of_a_version_without_the_setting_goes_on_with_torchs(choice: list
     (directory / CONFIG_FILE).write_text(json.dumps(saved))
     resumed = parse_command_line(["--output-dir", str(directory), "--resume", "--mode", "sft"]).config
     assert resumed.kernels == "torch"
-    write_checkpoint = partial(save_checkpoint, directory / "sft", 1, write=write_nothing, run_state={"metrics_bytes": 0})
+    state = RunState(stage="sft", step=1, metrics_bytes=0).to_dict()
+    write_checkpoint = partial(save_checkpoint, directory / "sft", 1, write=write_nothing, run_state=state)
     trio.run(write_checkpoint)
     with pytest.raises(ConfigError, match=r"model\.kernels: 'torch' -> 'onednn'"):  # from a file of settings, which leaves it open
         prepare(directory, Config(output_dir=str(directory)), resume=True)

@@ -34,8 +34,9 @@ from rollouts.data.samples import group_samples
 from rollouts.data.trajectories import read_records, read_samples
 from rollouts.errors import ConfigError, GenerationError
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
+from rollouts.training.run_state import read_run_state
 from rollouts.types import Sample
 
 
@@ -75,7 +76,7 @@ async def run(
 
     checkpoint = latest_checkpoint(directory / "rl" / "checkpoints")
     if checkpoint is not None:
-        truncate_log(directory / "metrics.jsonl", load_run_state(checkpoint)["metrics_bytes"])
+        truncate_log(directory / "metrics.jsonl", read_run_state(checkpoint).metrics_bytes)
     logger = JSONLLogger(directory / "metrics.jsonl")
     task = replace(create_sort_task(num_train=64, num_heldout=4), reward_fn=reward_fn)
     await run_rl(config, directory / "rl", None, RunControl(logger=logger, should_stop=should_stop), task=task)

@@ -32,8 +32,9 @@ from rollouts.preference_loop import (
 )
 from rollouts.testing import create_tiny_model
 from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
+from rollouts.training.run_state import read_run_state
 from rollouts.types import Sample
 
 
@@ -185,8 +186,8 @@ async def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(name: str, t
     first = await train_preferences(stopped, rows, objective, config())
     checkpoint = latest_checkpoint(tmp_path / "c")
     assert checkpoint is not None
-    state = load_run_state(checkpoint)
-    assert (state["step"], state["stage"], state["num_rows"]) == (2, "dpo", len(rows))
+    state = read_run_state(checkpoint)
+    assert (state.step, state.stage, state.num_rows) == (2, "dpo", len(rows))
     resumed = make_parts(create_pytorch_backend(create_tiny_model(seed=1), lr=5e-3), metrics_logger=logger)
     await resumed.backend.load_checkpoint(checkpoint).result()
     second = await train_preferences(resumed, rows, objective, config(), heldout=rows[:8], start_step=2)

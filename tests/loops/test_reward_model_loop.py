@@ -20,8 +20,9 @@ from rollouts.models.heads import load_reward_model
 from rollouts.reward_model_loop import evaluate_reward_model, score_pairs, select_pairs, train_reward_model
 from rollouts.rewards.models.local import RewardModel
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
+from rollouts.training.run_state import read_run_state
 from rollouts.types import Sample
 
 
@@ -106,8 +107,8 @@ async def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Pa
     first = await train_reward_model(make_backend(), pairs, config(), logger, checkpoint_dir=tmp_path / "c", should_stop=stop_at_3)
     checkpoint = latest_checkpoint(tmp_path / "c")
     assert checkpoint is not None
-    state = load_run_state(checkpoint)
-    assert (state["step"], state["stage"]) == (3, "reward_model")
+    state = read_run_state(checkpoint)
+    assert (state.step, state.stage) == (3, "reward_model")
     resumed = make_backend(seed=1)
     await resumed.load_checkpoint(checkpoint).result()
     second = await train_reward_model(resumed, pairs, config(), logger, heldout=pairs[:8], start_step=3)

@@ -23,10 +23,10 @@ from rollouts.rl_loop import run_rl_training, train_rl
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, script_answer
 from rollouts.testing.engines import Call
-from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.rollout_batch import train_on_rollouts
+from rollouts.training.run_state import read_run_state
 from rollouts.types import KLControl, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 
 
@@ -172,7 +172,7 @@ async def test_a_resumed_run_writes_the_metrics_file_of_the_uninterrupted_one(tm
     await run(parts, config, JSONLLogger(log), should_stop=lambda: next(asked), **options(parts, "resumed"))
     checkpoint = tmp_path / "resumed" / f"step_{stop_after:04d}"
     with log.open("r+b") as file:
-        file.truncate(load_run_state(checkpoint)["metrics_bytes"])
+        file.truncate(read_run_state(checkpoint).metrics_bytes)
     parts = make_run()
     backend, _, manager, engine = parts
     point = await restore_rl_run(checkpoint, backend, manager, [engine], config)

@@ -156,12 +156,12 @@ async def test_a_backend_that_cannot_checkpoint_is_refused_before_training(tmp_p
 
 
 async def test_the_checkpoint_knows_how_long_the_metrics_file_was(tmp_path: Path):
-    from rollouts.training.checkpoints import load_run_state
+    from rollouts.training.run_state import read_run_state
 
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     config = SFTTrainingConfig(num_steps=2, batch_size=2, checkpoint_every=1)
     await run_sft_training(FakeBackend(), make_ragged(8), config, logger, checkpoint_dir=tmp_path / "checkpoints")
-    sizes = [load_run_state(tmp_path / "checkpoints" / f"step_{s:04d}")["metrics_bytes"] for s in (1, 2)]
+    sizes = [read_run_state(tmp_path / "checkpoints" / f"step_{s:04d}").metrics_bytes for s in (1, 2)]
     assert sizes[1] == (tmp_path / "metrics.jsonl").stat().st_size
     assert 0 < sizes[0] < sizes[1]
 

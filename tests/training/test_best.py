@@ -20,9 +20,10 @@ from rollouts.reward_model_loop import train_reward_model
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
 from rollouts.training.best import BestCheckpoint, BestSoFar, add_evaluation
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import restore_rl_run
+from rollouts.training.run_state import read_run_state
 
 VALUES = (0.1, 0.5, 0.9, 0.4, 0.9, 0.2, 0.95, 0.3)
 
@@ -119,7 +120,7 @@ async def test_an_interrupted_sft_run_goes_on_counting(tmp_path: Path, stop_afte
     checkpoint = latest_checkpoint(tmp_path)
     assert checkpoint is not None
     resumed = BestCheckpoint("eval_accuracy", patience=3)
-    resumed.load_state_dict(load_run_state(checkpoint)["best"])
+    resumed.load_state_dict(read_run_state(checkpoint).best)
     rest = await run_sft(tmp_path, resumed, VALUES[stop_after:], start_step=stop_after)
     assert [line["evaluations_since_best"] for line in first + rest] == [0, 0, 0, 1, 2, 3]
     assert resumed.has_ended

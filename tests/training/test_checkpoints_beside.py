@@ -19,7 +19,7 @@ from rollouts.config import SFTTrainingConfig
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
-from rollouts.training.checkpoints import load_run_state
+from rollouts.training.run_state import RunState, read_run_state
 from rollouts.training.steps import note_checkpoint, open_checkpoints
 
 PATIENCE_S = 60
@@ -77,20 +77,20 @@ async def test_the_next_update_does_not_wait_and_the_checkpoint_has_the_state_of
     assert names(tmp_path) == ["step_0002", "step_0003"]
     assert backend.written == [1, 2, 3]
     assert [(tmp_path / name / "copied").read_text() for name in names(tmp_path)] == ["2", "3"]
-    assert load_run_state(tmp_path / "step_0002")["step"] == 2
+    assert read_run_state(tmp_path / "step_0002").step == 2
 
 
 async def test_run_state_and_metrics_are_those_of_the_moment_in_which_a_checkpoint_is_taken(tmp_path: Path):
-    backend, state = StagingBackend(waits_for_update=1), {"position": [1]}
+    backend, rollouts = StagingBackend(waits_for_update=1), {"position": [1]}
     async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
         assert checkpoints is not None
-        await checkpoints.save(1, state, {})
-        state["position"].append(2)
+        await checkpoints.save(RunState(stage="rl", step=1, metrics={}, rollouts=rollouts), {})
+        rollouts["position"].append(2)
         backend.num_updates = 7
         backend.reached.set()
         path = await checkpoints.wait()
     assert path == tmp_path / "step_0001"
-    assert load_run_state(path) == {"step": 1, "position": [1]}
+    assert read_run_state(path) == RunState(stage="rl", step=1, metrics={}, rollouts={"position": [1]})
     assert (path / "copied").read_text() == "0"
 
 
@@ -161,7 +161,7 @@ async def test_a_cancelled_run_completes_the_checkpoint_that_it_has_begun(tmp_pa
     with trio.move_on_after(PATIENCE_S) as scope:
         async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
             assert checkpoints is not None
-            await checkpoints.save(1, {}, {})
+            await checkpoints.save(RunState(stage="sft", step=1), {})
             scope.cancel()
             threading.Timer(0.05, backend.reached.set).start()
             await trio.sleep_forever()
@@ -175,7 +175,7 @@ async def test_a_cancelled_run_tells_that_its_checkpoint_could_not_be_written(tm
     with pytest.raises(CheckpointError, match="the disk is full"), trio.move_on_after(PATIENCE_S) as scope:
         async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
             assert checkpoints is not None
-            await checkpoints.save(1, {}, {})
+            await checkpoints.save(RunState(stage="sft", step=1), {})
             scope.cancel()
             threading.Timer(0.05, backend.reached.set).start()
             await trio.sleep_forever()
@@ -186,7 +186,7 @@ async def test_the_advice_of_a_failure_counts_the_checkpoint_that_is_being_writt
     with pytest.raises(BackendError, match="boom") as raised:
         async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
             assert checkpoints is not None
-            await checkpoints.save(1, {}, {})
+            await checkpoints.save(RunState(stage="sft", step=1), {})
             threading.Timer(0.2, backend.reached.set).start()
             async with note_checkpoint(2, checkpoints):
                 raise BackendError("boom")
@@ -210,6 +210,7 @@ from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.protocol import BackendFeature
 from rollouts.testing import FakeBackend
 from rollouts.training.checkpoints import latest_checkpoint
+from rollouts.training.run_state import RunState
 from rollouts.training.steps import open_checkpoints
 
 class Backend(FakeBackend):
@@ -230,7 +231,7 @@ async def main(directory):
         while True:
             backend.num_updates += 1
             step = backend.num_updates
-            await checkpoints.save(step, {}, {})
+            await checkpoints.save(RunState(stage="sft", step=step), {})
             print(step - 1)  # complete: this one has waited for it
             backend.num_updates += 1  # training goes on while it is written
             await trio.sleep(0.005)
@@ -254,6 +255,6 @@ def test_kill_at_any_moment_of_a_write_never_loses_a_checkpoint_that_the_run_has
         newest = max(found, key=lambda path: int(path.name.removeprefix("step_")))
         step = int(newest.name.removeprefix("step_"))
         assert seen <= step <= seen + 1
-        assert load_run_state(newest)["step"] == step
+        assert read_run_state(newest).step == step
         assert (newest / "part_2").read_bytes() == step.to_bytes(8, "big") * 25000
         seen = step

@@ -26,7 +26,6 @@ from rollouts.config import SFTTrainingConfig
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import (
     CompositeLogger,
     JSONLLogger,
@@ -38,6 +37,7 @@ from rollouts.training.metrics import (
     read_metrics,
     truncate_log,
 )
+from rollouts.training.run_state import read_run_state
 from rollouts.training.summaries import summarize_mismatch, summarize_samples
 from rollouts.types import Sample, Status
 
@@ -201,7 +201,7 @@ def test_the_lines_that_a_checkpoint_counts_are_on_the_disk_before_it(tmp_path, 
     backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
     trio.run(partial(run_sft_training, backend, samples, config, logger, checkpoint_dir=tmp_path / "checkpoints"))
     assert events.index(str(logger.path)) < events.index(f"rename {tmp_path / 'checkpoints' / 'step_0001'}")
-    assert load_run_state(tmp_path / "checkpoints" / "step_0001")["metrics_bytes"] == logger.path.stat().st_size > 0
+    assert read_run_state(tmp_path / "checkpoints" / "step_0001").metrics_bytes == logger.path.stat().st_size > 0
 
 
 def test_loggers_combine(tmp_path):

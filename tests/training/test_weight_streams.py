@@ -25,9 +25,9 @@ from rollouts.errors import CheckpointError, ConfigError, EngineError
 from rollouts.rl_loop import run_rl_training
 from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.testing.backends import FakeWeightChannel
-from rollouts.training.checkpoints import load_run_state
 from rollouts.training.metrics import JSONLLogger
 from rollouts.training.rl_run import restore_rl_run
+from rollouts.training.run_state import read_run_state
 from rollouts.training.weight_streams import stream_directory
 from rollouts.training.weight_sync import Exports, hold_weights, publish_weights, restore_served_weights, write_served_weights
 from rollouts.types import Sample
@@ -71,7 +71,7 @@ async def test_a_run_through_a_channel_is_resumed_with_the_numbers_of_the_uninte
     await run(parts, CHANNEL, JSONLLogger(log), checkpoint_dir=tmp_path / "b", weight_channel=channel, should_stop=lambda: next(asked))
     checkpoint = tmp_path / "b" / "step_0002"
     with log.open("r+b") as file:
-        file.truncate(load_run_state(checkpoint)["metrics_bytes"])
+        file.truncate(read_run_state(checkpoint).metrics_bytes)
     backend, buffer, manager, engine = make_run()
     channel = FakeWeightChannel([engine])
     point = await restore_rl_run(checkpoint, backend, manager, [engine], CHANNEL, weight_channel=channel)
