@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollouts.types import TrainBatch, TurnLevels, Turns
+from rollouts.types import KeptSets, TrainBatch, TurnLevels, Turns
 
 
 def select_turns(turns: Turns, rows: Tensor, width: int) -> Turns:
@@ -38,7 +38,7 @@ def find_context_starts(context_ids: Tensor) -> Tensor:
     return context_ids != before
 
 
-_COMPOUND = ("turns", "reward_components", "dropout", "skip_redundant")
+_COMPOUND = ("turns", "reward_components", "kept", "dropout", "skip_redundant")
 """Fields of TrainBatch that are no tensors of [B] or [B, T], handled by name."""
 
 SHARED_FROM = 16
@@ -64,12 +64,31 @@ def select_rows(batch: TrainBatch, index: Sequence[int] | Tensor) -> TrainBatch:
     def select(column: Tensor) -> Tensor:
         return column[rows] if column.dim() == 1 else column[rows, :width]
 
-    components = batch.reward_components
+    components, kept = batch.reward_components, batch.kept
     return replace(
         _map_columns(batch, select),
         turns=None if batch.turns is None else select_turns(batch.turns, rows, width),
         reward_components=None if components is None else replace(components, scores=components.scores[rows]),
+        kept=None if kept is None else select_kept(kept, select),
     )
+
+
+def select_kept(kept: KeptSets, function: Callable[[Tensor], Tensor]) -> KeptSets:
+    """Return the sets of some of the tokens, as a function of tensors of the tokens' shape selects them, without the ids of the others."""
+    starts, counts = function(kept.starts), function(kept.counts)
+    ids = kept.ids[find_kept(starts.flatten(), counts.flatten())]
+    return KeptSets(ids=ids, starts=(counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape), counts=counts)
+
+
+def map_kept(kept: KeptSets, function: Callable[[Tensor], Tensor]) -> KeptSets:
+    """Return the sets with every tensor replaced by the function's result."""
+    return KeptSets(ids=function(kept.ids), starts=function(kept.starts), counts=function(kept.counts))
+
+
+def find_kept(starts: Tensor, counts: Tensor) -> Tensor:
+    """Return the places of the ids of sets # [N], set after set. # [sum of counts] int64"""
+    shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)  # place of a set, minus its place in the result
+    return shift + torch.arange(len(shift), device=shift.device)
 
 
 def _map_columns(batch: TrainBatch, function: Callable[[Tensor], Tensor]) -> TrainBatch:
@@ -92,11 +111,11 @@ def find_shared_prompts(batch: TrainBatch) -> SharedPrompts | None:
 
     A row keeps at least its last token for itself. Outputs at a shared token are the same in all rows, and gradients add up, so it does
     not matter whether the token is trained on. Nothing is shared where that would change more than rounding: rows of several contexts,
-    replayed experts, a load-balancing loss, temperatures that differ within a group.
+    replayed experts, a load-balancing loss, sets that tokens were drawn from, temperatures that differ within a group.
 
     Returns: None if no rows share anything, or the batch does not allow it (TrainBatch.skip_redundant).
     """
-    own = (batch.context_ids, batch.routed_experts, batch.router_balance)
+    own = (batch.context_ids, batch.routed_experts, batch.router_balance, batch.kept)
     if not batch.skip_redundant or batch.num_rows < 2 or any(column is not None for column in own):
         return None
     rows, width = batch.tokens.shape

@@ -269,6 +269,48 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptTokens:
+    """Sets of token ids that top-p, top-k and min-p left where each token of a row was drawn: the distribution is the softmax over its set.
+
+    A trainer that computes a token's log-prob over the same set compares like with like: the importance ratio of an unchanged policy is 1
+    (the sampling mask of DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+
+    data: bytes = b""  # the ids of all sets behind each other, int32, little-endian, rising in each set
+    counts: tuple[int, ...] = ()  # ids in the set of each token; 0 = the whole vocabulary, or a token that was not drawn
+
+    def __post_init__(self) -> None:
+        found, told = len(self.data), 4 * sum(self.counts)
+        assert found == told and min(self.counts, default=0) >= 0, f"data has {found} bytes, expected {told} for the counts {self.counts}"
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def whole(cls, num_tokens: int) -> KeptTokens:
+        """Return the record of tokens that were drawn from the whole vocabulary, or not drawn."""
+        return cls(counts=(0,) * num_tokens)
+
+    def __add__(self, later: KeptTokens) -> KeptTokens:
+        return KeptTokens(data=self.data + later.data, counts=self.counts + later.counts)
+
+    def cut(self, start: int, end: int) -> KeptTokens:
+        """Return the sets of the tokens from start on and before end."""
+        first = 4 * sum(self.counts[:start])
+        counts = self.counts[start:end]
+        return KeptTokens(data=self.data[first : first + 4 * sum(counts)], counts=counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain JSON values, data in base64."""
+        return {"data": b64encode(self.data).decode(), "counts": list(self.counts)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KeptTokens:
+        """Return the record of to_dict's values."""
+        return cls(data=b64decode(data["data"]), counts=tuple(data["counts"]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One trajectory, one row of a batch: prompt tokens followed by response tokens.
 
@@ -298,6 +340,7 @@ class Sample:
     log_prob_kind: LogProbKind = "sampled"  # distribution of rollout_log_probs
     untempered_log_probs: tuple[float, ...] | None = None  # nats, of the whole policy at temperature 1; None = not asked for
     routed_experts: RoutedExperts | None = None  # experts of each token as the engine chose them; None = not recorded
+    kept_tokens: KeptTokens | None = None  # sets that truncated sampling drew each token from; None = not recorded
     turns: tuple[Turn, ...] | None = None  # actions of an episode, in order; None = not an episode
     messages: tuple[Message, ...] | None = None  # the whole conversation; None = prompt and response are all of it
     action_messages: tuple[int, ...] | None = None  # places of the policy's actions in messages; None = see samples.find_actions
@@ -323,6 +366,8 @@ class Sample:
             )
         if self.routed_experts is not None:
             assert len(self.routed_experts) == n, f"{where}: routed_experts has {len(self.routed_experts)} entries for {n} tokens"
+        if self.kept_tokens is not None:
+            assert len(self.kept_tokens) == n, f"{where}: kept_tokens has {len(self.kept_tokens)} entries for {n} tokens"
         if self.segment_log_probs is not None:
             assert len(self.segment_log_probs) == n, f"{where}: segment_log_probs has {len(self.segment_log_probs)} entries for {n} tokens"
         if self.segment_versions is not None:
@@ -464,6 +509,7 @@ _VALUES: tuple[tuple[str, type[Any]], ...] = (  # fields of a Sample that hold a
     ("episode", EpisodeOutcome),
     ("reward_details", RewardDetails),
     ("routed_experts", RoutedExperts),
+    ("kept_tokens", KeptTokens),
 )
 
 
@@ -487,6 +533,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # strings that end the text; their tokens are part of the output
     seed: int | None = None  # same prompt, weights and seed: same completion, whatever else runs; None = engine's own
     untempered_log_probs: bool = False  # also return log-probs under the policy at temperature 1 without truncation
+    kept_tokens: bool = False  # also return the sets that top_p, top_k and min_p left; for engines with EngineFeature.KEPT_TOKENS
 
     def __post_init__(self) -> None:
         try:
@@ -511,14 +558,16 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """True if tokens are drawn from a cut distribution, whose log-probs a trainer does not compute."""
+        """True if tokens are drawn from a cut distribution, whose log-probs a trainer computes only where the sets are recorded."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     def new(self, *, greedy: bool | None = None, **changes: Any) -> SamplingParams:
-        """Return a copy with some fields changed; greedy=True is short for temperature=0."""
+        """Return a copy with some fields changed; greedy=True is short for temperature=0, top_p=1, top_k=0, min_p=0."""
         if greedy is not None:
             assert "temperature" not in changes, "pass either greedy or temperature, not both"
             changes["temperature"] = 0.0 if greedy else (self.temperature or 1.0)
+            if greedy:
+                changes = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, **changes}
         return replace(self, **changes)
 
 
@@ -540,13 +589,14 @@ class Completion:
     log_prob_kind: LogProbKind = "sampled"  # distribution of output_log_probs
     untempered_log_probs: tuple[float, ...] | None = None  # nats, of the whole policy at temperature 1; None = not asked for
     routed_experts: RoutedExperts | None = None  # experts of input and output tokens; None = not recorded
+    kept_tokens: KeptTokens | None = None  # sets that the output tokens were drawn from; None = not recorded
 
     def __post_init__(self) -> None:
         n = len(self.output_tokens)
         if self.routed_experts is not None:
             found, whole = len(self.routed_experts), len(self.input_tokens) + n
             assert found == whole, f"completion {self.request_id}: routed_experts has {found} entries for {whole} tokens"
-        for name in ("output_log_probs", "output_versions", "untempered_log_probs"):
+        for name in ("output_log_probs", "output_versions", "untempered_log_probs", "kept_tokens"):
             value = getattr(self, name)
             assert value is None or len(value) == n, f"completion {self.request_id}: {name} has {len(value)} entries for {n} output tokens"
         unknown = n and min(self.output_versions) < 0
@@ -622,6 +672,15 @@ class RewardComponents:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KeptSets:
+    """KeptTokens as tensors: the sets of token ids that the distributions of some tokens run over. A shape is that of the tokens."""
+
+    ids: Tensor  # [M] int32, token ids of all sets, in any order
+    starts: Tensor  # [shape] int64, place of the first id of each set in ids
+    counts: Tensor  # [shape] int64, ids in each set; 0 = the whole vocabulary
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
     """Samples as tensors, float32 and int64, padded on the right. The algorithm's view; backends compute no pad token.
 
@@ -646,6 +705,8 @@ class TrainBatch:
     policy_versions: Tensor | None = None  # [B] float32, weight version of the trainer, equal in all rows: the version of the
     # engines, plus the fraction of the steps to the next sync that are done
     routed_experts: Tensor | None = None  # [B, T, routers, k] int16, experts to choose instead of the model's own choice; -1 = its own
+    kept: KeptSets | None = None  # [B, T] sets that tokens were drawn from, which log-probs and entropies run over; None = all from the
+    # whole vocabulary
     context_ids: Tensor | None = None  # [B, T] int64, from 0 on and rising in each row: a token sees those of its own context only;
     # None = each row is one context
     turns: Turns | None = None
@@ -683,6 +744,8 @@ class TrainBatch:
                    "recorded")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
+        if self.kept is not None:
+            check_shapes(kept_starts=(self.kept.starts, (b, t)), kept_counts=(self.kept.counts, (b, t)))
         if self.reward_components is not None:
             check_shapes(reward_components=(self.reward_components.scores, (b, len(self.reward_components.names))))
         if self.turns is not None:

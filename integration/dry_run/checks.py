@@ -14,7 +14,7 @@ from integration.parts.rewards import check_reward, load_task_reward
 from integration.run.launch import count_local_processes, count_processes
 from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
-from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config
+from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
 from integration.settings.episodes import EPISODE_TASKS
 from rollouts.errors import ConfigError
 
@@ -42,6 +42,7 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
     load_task_reward(config.reward)
     if "rl" in mode:
         _ = config.algorithm  # report its errors now, not after the SFT stage
+        check_truncated_sampling(config)
         if num_processes > 1:
             from integration.parts.sharded_models import check_loss_travels  # imports FSDP, which takes half a second
 

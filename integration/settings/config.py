@@ -292,6 +292,24 @@ def check_router_replay(config: Config) -> None:
         raise ConfigError("rl.router_replay is True, but backend.kind 'jax' computes no mixture of experts: leave it out")
 
 
+def check_truncated_sampling(config: Config) -> None:
+    """Raise ConfigError if RL would train on answers of a truncated distribution without a record of the tokens that were left."""
+    section = config.generation
+    if not section.truncates:
+        return
+    shown = f"generation.top_p is {section.top_p:g}, generation.top_k {section.top_k} and generation.min_p {section.min_p:g}"
+    advice = "set them to 1, 0 and 0, and lower --generation.temperature for less random answers"
+    if config.engine.is_server:
+        raise ConfigError(
+            f"{shown}, but a server does not return the tokens that it drew from, over which the log-probs of training are computed: use "
+            f"the embedded engine (--engine.kind inprocess), or {advice}"
+        )
+    if config.backend.kind == "jax":
+        raise ConfigError(f"{shown}, but backend.kind 'jax' computes log-probs over the whole vocabulary alone: {advice}")
+    if config.enable_segment_wise_ppo:
+        raise ConfigError(f"{shown}, but the log-probs of segments are computed over the whole vocabulary: leave {SWITCH} out, or {advice}")
+
+
 def check_cuda_graphs(config: Config) -> None:
     """Raise ConfigError if engine.cuda_graphs is set where no step is recorded as a graph."""
     if not config.engine.cuda_graphs:
@@ -428,6 +446,9 @@ def generation_config(config: Config, max_tokens: int) -> GenerationConfig:
         n_samples=config.rl.samples_per_prompt,
         max_tokens=generation.max_tokens or max_tokens,
         temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_p=generation.min_p,
         enable_thinking=generation.enable_thinking,
         stop=generation.stop,
     )

@@ -222,8 +222,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "critic.path critic.warmup_steps critic.value_clip": CRITIC,
     **_optimizer("critic", "rl", CRITIC),
     "generation.max_tokens generation.stop": Effect(holds=lambda c, m: "rl" in m or has_heldout(c, m), needs=HELDOUT.needs),
-    "generation.top_p generation.top_k": ALWAYS,  # only one value of each is accepted
-    "generation.temperature": Effect(
+    "generation.temperature generation.top_p generation.top_k generation.min_p": Effect(
         holds=lambda c, m: "rl" in m or (has_heldout(c, m) and c.evaluation.sampled), needs="RL, or --evaluation.sampled"
     ),
     "generation.enable_thinking": Effect(

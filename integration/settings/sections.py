@@ -223,19 +223,25 @@ class GenerationSection:
     temperature: float = 1.0  # sampling temperature, more than 0
     enable_thinking: bool | None = None  # enable_thinking argument of the chat template; None = the template's default
     stop: tuple[str, ...] = ()  # strings that end a response
-    top_p: float = 1.0  # only 1.0: log-probs of a truncated distribution differ from those the trainer computes
-    top_k: int = 0  # only 0, for the same reason as top_p
+    # sample from the fewest tokens whose probability together reaches this, more than 0; 1 = from all. Training then compares log-probs
+    # over the same tokens, which the embedded engine records; with servers such answers are not trained on
+    top_p: float = 1.0
+    top_k: int = 0  # sample from so many of the most probable tokens; 0 = from all. Trained on as answers with top_p
+    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability; 0 = from all. Trained on as with top_p
 
     def __post_init__(self) -> None:
         check_setting(self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None")
         check_setting(
             self.temperature > 0, "generation.temperature", self.temperature, "more than 0: greedy samples of a group are all equal"
         )
-        if self.top_p != 1.0 or self.top_k != 0:
-            raise ConfigError(
-                f"generation.top_p is {self.top_p} and generation.top_k is {self.top_k}, but training needs rollouts from the whole "
-                "distribution: log-probs of a truncated one are not those the trainer computes. Use 1.0 and 0; lower the temperature"
-            )
+        check_setting(0 < self.top_p <= 1, "generation.top_p", self.top_p, "more than 0, at most 1")
+        check_setting(self.top_k >= 0, "generation.top_k", self.top_k, "at least 0")
+        check_setting(0 <= self.min_p < 1, "generation.min_p", self.min_p, "at least 0, less than 1")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from less than the whole distribution."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ class MultiTurnInferenceEngine:
             action.log_probs,
             action.versions,
             action.routed_experts,
+            action.kept_tokens,
             text=action.text,
         )
         return replace(conversation, transcript=transcript, last=action)

@@ -195,6 +195,7 @@ class Course:
             action.log_probs,
             action.versions,
             action.routed_experts,
+            action.kept_tokens,
             text=action.text,
         )
         assert self._temperature in (None, action.temperature), f"temperatures {self._temperature} and {action.temperature} in one episode"
@@ -274,6 +275,7 @@ class Course:
             rollout_log_probs=transcript.log_probs,
             weight_versions=transcript.versions,
             routed_experts=transcript.routed_experts,
+            kept_tokens=transcript.kept_tokens,
             response="\n".join(step.raw_policy_output for step in steps),
             reward=None if failed else reward,
             status=_status_of(self._stop_reason, is_cut=is_cut),

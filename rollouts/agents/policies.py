@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import trio
 
 from rollouts.checks import describe_function, require_flag
-from rollouts.engines.protocol import InferenceEngine
+from rollouts.engines.protocol import InferenceEngine, with_kept_tokens
 from rollouts.errors import DataError, EngineProtocolError, EpisodeInterrupted
 from rollouts.generation.contract import note_request
-from rollouts.types import LogProbKind, Message, RoutedExperts, SamplingParams
+from rollouts.types import KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,7 @@ class AgentAction:
     log_probs: tuple[float, ...] | None = None  # nats, one for each token
     versions: tuple[int, ...] | None = None  # version of the weights that sampled each token
     routed_experts: RoutedExperts | None = None  # experts of the request's tokens and these; None = not recorded
+    kept_tokens: KeptTokens | None = None  # sets that truncated sampling drew the tokens from; None = not recorded
     value: float | None = None  # estimate of a critic, before the action
     parsed: Any = None  # input of the environment, JSON values; None = the text
     was_cut: bool = False  # the action reached its token budget, not its end
@@ -113,9 +114,10 @@ class EngineAgentPolicy:
         if end is not None and end != self.tokenizer.eos_token_id and end not in params.stop_token_ids:
             params = params.new(stop_token_ids=(*params.stop_token_ids, end))
         if request.greedy:
-            params = params.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
+            params = params.new(greedy=True)
         if request.request_id is not None:
             note_request(request.request_id)
+        params = with_kept_tokens(params, self.engine)
         completion = await self.engine.generate(request.tokens, params, request_id=request.request_id)
         if completion.finish_reason == "abort":
             raise EpisodeInterrupted(f"request {completion.request_id} was aborted after {completion.output_len} tokens of an action")
@@ -135,6 +137,7 @@ class EngineAgentPolicy:
             tokens=completion.output_tokens,
             log_probs=completion.output_log_probs,
             routed_experts=completion.routed_experts,
+            kept_tokens=completion.kept_tokens,
             versions=completion.output_versions,
             was_cut=completion.finish_reason == "length",
             fills_context=completion.finish_reason == "length" and completion.output_len < most,

@@ -213,6 +213,7 @@ def split_turns(sample: Sample) -> tuple[Sample, ...]:
                 rollout_log_probs=None if sample.rollout_log_probs is None else _after(sample.rollout_log_probs[own], given, 0.0),
                 weight_versions=None if sample.weight_versions is None else _after(sample.weight_versions[own], given, -1),
                 routed_experts=None if sample.routed_experts is None else sample.routed_experts.take(turn.end).shift(-begin),
+                kept_tokens=None if sample.kept_tokens is None else sample.kept_tokens.cut(begin, turn.end),
                 segment_log_probs=None,
                 segment_versions=None,
                 recompute_version=-1,

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rollouts.batches import find_kept
+from rollouts.types import KeptSets
+
 
 def temper(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """logits / temperature, in float32 or better.
@@ -198,6 +201,13 @@ def count_kept_positions(vocab_size: int, device_type: str) -> int:
     return max(choose_chunk_size(vocab_size, device_type), memory // (4 * vocab_size))
 
 
+class Sampling(NamedTuple):
+    """The way in which N tokens were drawn from logits."""
+
+    temperatures: Tensor | None = None  # [N] > 0; None = 1
+    kept: KeptSets | None = None  # sets of [N] tokens that top-p, top-k and min-p left of the tempered distribution; None = all
+
+
 @dataclass(eq=False)
 class Foresight:
     """The gradient of a loss with respect to log-probs, foreseen while they are computed.
@@ -217,13 +227,15 @@ def chunked_log_probs(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    temperatures: Tensor | None = None,
+    sampling: Sampling | None = None,
     chunk_size: int | None = None,
     with_entropy: bool = False,
     transform: LogitTransform | None = None,
     foresight: Foresight | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """gather_log_probs(transform(hidden @ weight.T + bias) / temperature, targets) without holding [N, V] logits in memory.
+
+    Where sampling has kept sets, the softmax runs over the set of each token, which holds its target.
 
     Logits exist for chunk_size positions at a time. The backward pass computes them again, unless all of them fit into the memory of
     count_kept_positions, or the gradient was foreseen. Sums of products, softmax and gradients of the weight are in float32 (float64 for
@@ -234,7 +246,7 @@ def chunked_log_probs(
         weight: # [V, H] of the output layer.
         targets: # [N] int64.
         bias: # [V] or None.
-        temperatures: # [N] > 0, or None for 1.
+        sampling: temperatures and kept sets of the targets; None = temperature 1 and the whole vocabulary.
         chunk_size: positions per chunk, and the most whose logits are kept. None = choose_chunk_size, count_kept_positions.
         with_entropy: also return the entropy of each distribution.
         transform: change of the model's logits, before the temperature; None = none.
@@ -250,8 +262,9 @@ def chunked_log_probs(
     kept = count_kept_positions(weight.shape[0], hidden.device.type) if chunk_size is None else size
     keeps = any(wanted) and hidden.shape[0] <= kept and (transform is None or transform.soft_cap is None)
     sees = foresight if any(wanted) and not keeps else None
-    plan = _Plan(size, with_entropy, transform, keeps, sees, wanted)
-    log_probs, entropy, *_ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, temperatures, plan)
+    sampling = sampling or Sampling()
+    plan = _Plan(size, with_entropy, transform, keeps, sees, wanted, sampling.kept)
+    log_probs, entropy, *_ = _ChunkedLogProbs.apply(hidden, weight, bias, targets, sampling.temperatures, plan)
     return log_probs, (entropy if with_entropy else None)
 
 
@@ -264,6 +277,7 @@ class _Plan(NamedTuple):
     keeps: bool  # keep log-softmaxes for the backward pass
     foresight: Foresight | None
     wanted: tuple[bool, ...]  # gradients of hidden, weight, bias to compute with foresight
+    kept: KeptSets | None
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -274,7 +288,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor | None, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
         """Return log-probs, entropies, log-sums; with foresight the gradient of the log-probs and those of _Gradients; what is kept."""
-        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform)
+        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
         precise = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.zeros(hidden.shape[0], dtype=precise, device=hidden.device)
         log_z = torch.empty_like(log_probs)
@@ -327,7 +341,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 return early.round(weight, bias)
             plan.foresight.failed = True
         del early, rest
-        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform)
+        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
         gradients = _Gradients.zero(head, weight, ctx.needs_input_grad[:3])
         upstream_entropy = grads[1].to(log_z.dtype) if plan.with_entropy and grads[1] is not None else None
         room = head.create_room(plan.chunk_size)
@@ -355,6 +369,7 @@ class _Head(NamedTuple):
     targets: Tensor
     temperatures: Tensor | None
     transform: LogitTransform | None
+    kept: KeptSets | None
 
     def cut(self, size: int) -> list[slice]:
         """Cut the positions into chunks."""
@@ -374,7 +389,11 @@ class _Head(NamedTuple):
         logits = _chunk_logits(self.hidden[rows], self.weight, self.bias, self.transform, room)
         is_capped = self.transform is not None and self.transform.soft_cap is not None
         changed = logits.clone() if keeps_changed and is_capped else None
-        return logits if self.temperatures is None else logits.div_(self.temperatures[rows, None].to(logits.dtype)), changed
+        if self.temperatures is not None:
+            logits.div_(self.temperatures[rows, None].to(logits.dtype))
+        if self.kept is not None:
+            _keep_sets(logits, self.kept, rows)
+        return logits, changed
 
 
 class _Gradients(NamedTuple):
@@ -432,6 +451,16 @@ class _Gradients(NamedTuple):
         out_weight = None if self.weight is None else self.weight.to(weight.dtype)
         out_bias = None if self.bias is None or bias is None else self.bias.to(bias.dtype)
         return self.hidden, out_weight, out_bias, None, None, None
+
+
+def _keep_sets(logits: Tensor, kept: KeptSets, rows: slice) -> None:
+    """Set logits # [C, V] of these positions to -inf outside their sets, in place."""
+    counts = kept.counts[rows]
+    row = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
+    ids = kept.ids[find_kept(kept.starts[rows], counts)].long()
+    values = logits[row, ids]
+    logits.masked_fill_((counts > 0)[:, None], -torch.inf)
+    logits[row, ids] = values
 
 
 def _cut_to_cache(chunk: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.errors import DataError
-from rollouts.types import Message, RoutedExperts, Turn
+from rollouts.types import KeptTokens, Message, RoutedExperts, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ class Transcript:
     log_probs: tuple[float, ...] | None = ()  # nats; 0 on tokens that were not sampled; None = unknown for some action
     versions: tuple[int, ...] | None = ()  # weight version that sampled each token; -1 on other tokens; None = unknown for some action
     routed_experts: RoutedExperts | None = None  # see Sample; None = not recorded for some action
+    kept_tokens: KeptTokens | None = None  # see Sample; None = not recorded for some action
     turns: tuple[Turn, ...] = ()
     context_starts: tuple[int, ...] = ()  # first token of each context but the first; see Sample
     rendered: str = ""  # the template's text of the present context, up to the model's last or next answer
@@ -46,6 +47,8 @@ class Transcript:
         assert self.versions is None or len(self.versions) == n, f"versions has {len(self.versions or ())} entries for {n} tokens"
         experts = self.routed_experts
         assert experts is None or len(experts) == n, f"routed_experts has {len(experts or ())} entries for {n} tokens"
+        kept = self.kept_tokens
+        assert kept is None or len(kept) == n, f"kept_tokens has {len(kept or ())} entries for {n} tokens"
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -83,6 +86,7 @@ def add_action(
     log_probs: Sequence[float] | None = None,
     versions: Sequence[int] | None = None,
     routed_experts: RoutedExperts | None = None,
+    kept_tokens: KeptTokens | None = None,
     *,
     text: str | None = None,
 ) -> Transcript:
@@ -94,6 +98,7 @@ def add_action(
         log_probs: # [len(tokens)] nats; None = unknown.
         versions: # [len(tokens)] weight version of each token; None = unknown.
         routed_experts: experts of the context and of these tokens; None = not recorded.
+        kept_tokens: sets that these tokens were drawn from; None = not recorded.
         text: text of the assistant message; None = the decoded tokens without their ending.
     """
     actions = (*transcript.actions, len(transcript.messages))
@@ -113,6 +118,7 @@ def add_action(
         log_probs=None if transcript.log_probs is None or log_probs is None else (*transcript.log_probs, *log_probs),
         versions=None if transcript.versions is None or versions is None else (*transcript.versions, *versions),
         routed_experts=_add_experts(transcript, routed_experts, count),
+        kept_tokens=_add_kept(transcript, kept_tokens),
         turns=(*transcript.turns, Turn(start=start, end=start + count)),
     )
 
@@ -175,6 +181,12 @@ def _add_experts(transcript: Transcript, found: RoutedExperts | None, count: int
     return whole if before is None else before.fill(whole)
 
 
+def _add_kept(transcript: Transcript, found: KeptTokens | None) -> KeptTokens | None:
+    """Return the sets of all tokens after an action; None if an action has none."""
+    before = KeptTokens.whole(len(transcript.tokens)) if not transcript.turns else transcript.kept_tokens
+    return None if found is None or before is None else before + found
+
+
 def _append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
     """Append tokens that the model did not sample."""
     count = len(tokens)
@@ -185,4 +197,5 @@ def _append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
         log_probs=None if transcript.log_probs is None else transcript.log_probs + (0.0,) * count,
         versions=None if transcript.versions is None else transcript.versions + (-1,) * count,
         routed_experts=None if transcript.routed_experts is None else transcript.routed_experts.take(len(transcript.tokens) + count),
+        kept_tokens=None if transcript.kept_tokens is None else transcript.kept_tokens + KeptTokens.whole(count),
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from rollouts.checks import check_mask, check_shapes
 from rollouts.data.samples import check_reward, check_training_sample, describe_sample
 from rollouts.errors import DataError
-from rollouts.types import RewardComponents, Sample, TrainBatch, Turns
+from rollouts.types import KeptSets, KeptTokens, RewardComponents, Sample, TrainBatch, Turns
 
 
 def collate_turns(samples: Sequence[Sample], width: int) -> Turns:
@@ -140,6 +140,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         segment_mask=_segment_mask(samples) if any(s.segment_versions is not None for s in samples) else None,
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         routed_experts=_collate_experts(samples, width) if with_experts else None,
+        kept=_collate_kept(samples, width) if any(s.kept_tokens is not None for s in samples) else None,
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
         context_ids=collate_context_ids(samples, width) if any(s.context_starts for s in samples) else None,
         turns=collate_turns(samples, width) if any(s.turns is not None for s in samples) else None,
@@ -177,6 +178,26 @@ def _collate_experts(samples: Sequence[Sample], width: int) -> Tensor | None:
             )
         out[i, : len(record)] = torch.frombuffer(bytearray(record.data), dtype=torch.int16).view(-1, first.num_routers, first.top_k)
     return out
+
+
+def _collate_kept(samples: Sequence[Sample], width: int) -> KeptSets:
+    """Return the sets that tokens were drawn from; the whole vocabulary in samples without a record. Raises DataError."""
+    records = [sample.kept_tokens or KeptTokens.whole(len(sample.tokens)) for sample in samples]
+    counts = _pad_rows([record.counts for record in records], 0, torch.int64)
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    ids = torch.frombuffer(bytearray(b"".join(record.data for record in records)) or bytearray(4), dtype=torch.int32)
+    drawn = _pad_rows([sample.tokens for sample in samples], 0, torch.int64)
+    is_kept = torch.zeros(counts.numel(), dtype=torch.bool)
+    owner = torch.arange(counts.numel()).repeat_interleave(counts.flatten())
+    is_kept[owner[ids[: len(owner)] == drawn.flatten()[owner]]] = True
+    strange = ((counts > 0) & ~is_kept.view(counts.shape)).nonzero()
+    if len(strange):
+        row, place = strange[0].tolist()
+        raise DataError(
+            f"{describe_sample(samples[row])}: token {place} is {samples[row].tokens[place]}, which is not in the set that kept_tokens "
+            "says it was drawn from: the two are of different samples"
+        )
+    return KeptSets(ids=ids, starts=ends - counts, counts=counts)
 
 
 def _mask_unpredicted(sample: Sample) -> list[float]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.checks import describe_function, is_finite, require_flag, show_value
 from rollouts.errors import DataError, EngineProtocolError, GenerationError, RewardError
-from rollouts.types import Completion, FilterFn, Group, Message, Prompt, RolloutBatch, RoutedExperts, Sample, Status, change
+from rollouts.types import Completion, FilterFn, Group, KeptTokens, Message, Prompt, RolloutBatch, RoutedExperts, Sample, Status, change
 
 
 def describe_sample(sample: Sample) -> str:
@@ -193,6 +193,7 @@ def completion_to_sample(pending: Sample, prompt_tokens: Sequence[int], completi
         log_prob_kind=start.log_prob_kind if completion.log_prob_kind == "sampled" else completion.log_prob_kind,
         untempered_log_probs=_append_untempered(start, completion),
         routed_experts=_append_experts(start, completion),
+        kept_tokens=_append_kept(start, completion),
     )
 
 
@@ -207,6 +208,15 @@ def _append_untempered(start: Sample, completion: Completion) -> tuple[float, ..
     if before is None and not any(mask > 0 for mask in start.loss_mask):
         before = (0.0,) * len(start.tokens)
     return None if before is None or completion.untempered_log_probs is None else before + completion.untempered_log_probs
+
+
+def _append_kept(start: Sample, completion: Completion) -> KeptTokens | None:
+    """Return the sets that all tokens were drawn from; None if a part that was drawn from a cut distribution has none."""
+    before, found = start.kept_tokens, completion.kept_tokens
+    if (before is None and start.truncated_sampling) or (found is None and completion.truncated_sampling) or (before is found is None):
+        return None
+    whole = KeptTokens.whole
+    return (before or whole(len(start.tokens))) + (found or whole(completion.output_len))
 
 
 def _append_experts(start: Sample, completion: Completion) -> RoutedExperts | None:

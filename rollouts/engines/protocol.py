@@ -87,6 +87,7 @@ class EngineFeature(StrEnum):
     METRICS = "metrics"  # reports numbers for the line of metrics of a step: ReportsMetrics
     DISTRUST = "distrust"  # accepts notice that its weights are not those that it reports: DistrustsWeights
     ROUTED_EXPERTS = "routed_experts"  # records the experts of a mixture of experts: Completion.routed_experts
+    KEPT_TOKENS = "kept_tokens"  # records the sets that top-p, top-k and min-p left: Completion.kept_tokens
     SLEEP = "sleep"  # releases the memory of its GPU for a while: Sleeps
     MEMBER_CHECKS = "member_checks"  # stands for several engines that can be checked one by one: ChecksMembers
 
@@ -99,6 +100,7 @@ _METHODS: Mapping[EngineFeature, tuple[str, ...]] = MappingProxyType({
     EngineFeature.METRICS: ("metrics",),
     EngineFeature.DISTRUST: ("distrust_weights",),
     EngineFeature.ROUTED_EXPERTS: (),
+    EngineFeature.KEPT_TOKENS: (),
     EngineFeature.SLEEP: ("sleep", "wake_up"),
     EngineFeature.MEMBER_CHECKS: ("check_each",),
 })  # fmt: skip
@@ -169,6 +171,12 @@ class ChecksMembers(Protocol):
     async def check_each(self, check: Callable[[InferenceEngine], Awaitable[None]]) -> None:
         """Run a check on each engine that this one stands for. Raises EngineError."""
         ...
+
+
+def with_kept_tokens(params: SamplingParams, engine: object) -> SamplingParams:
+    """Return parameters that ask an engine for the sets that it draws from, if they cut its distribution and it can record them."""
+    asks = params.truncates and EngineFeature.KEPT_TOKENS in get_engine_features(engine)
+    return params.new(kept_tokens=True) if asks else params
 
 
 def get_engine_features(engine: object) -> frozenset[EngineFeature]:

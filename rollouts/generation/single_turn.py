@@ -16,7 +16,7 @@ import trio
 from rollouts.chat.tokenize import Messages, tokenize_prompt
 from rollouts.data.prompts import parse_prompt
 from rollouts.data.samples import completion_to_sample, create_pending_group
-from rollouts.engines.protocol import EngineFeature, GroupGeneration, InferenceEngine, require_engine_feature
+from rollouts.engines.protocol import EngineFeature, GroupGeneration, InferenceEngine, require_engine_feature, with_kept_tokens
 from rollouts.errors import ConfigError, raise_single_errors
 from rollouts.generation.contract import UNFINISHED
 from rollouts.seeds import derive_seed
@@ -76,6 +76,7 @@ async def generate_group(
     seed, num_greedy, id_prefix = settings.seed, settings.num_greedy, settings.id_prefix
     if settings.one_request:
         _require_groups(engine)
+    params = with_kept_tokens(params, engine)
     prompt = parse_prompt(prompt)
     samples = list(partial or create_pending_group(prompt, n, num_baseline=num_greedy))
     assert len(samples) == n + num_greedy, f"partial has {len(samples)} samples, expected n + num_greedy = {n} + {num_greedy}"
@@ -91,7 +92,7 @@ async def generate_group(
             return
         request = change(params, max_tokens=params.max_tokens - num_done, seed=derive_seed(seed, prompt.index, k, num_done))
         if k >= n:
-            request = request.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0)
+            request = request.new(greedy=True)
         add_completion(k, await engine.generate(tokens, request, request_id=id_prefix + make_request_id(prompt.index, k)))
 
     async def generate_together() -> None:

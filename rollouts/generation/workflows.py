@@ -27,7 +27,7 @@ from rollouts.checks import is_async_function
 from rollouts.config import GenerationConfig, RewardConfig
 from rollouts.data.prompts import parse_prompt
 from rollouts.data.samples import collect_reward_data, create_pending_group, find_response_start
-from rollouts.engines.protocol import InferenceEngine
+from rollouts.engines.protocol import InferenceEngine, with_kept_tokens
 from rollouts.errors import ConfigError, EpisodeInterrupted
 from rollouts.generation.contract import is_finished, note_request
 from rollouts.generation.single_turn import GroupSettings, generate_group, make_request_id
@@ -131,7 +131,7 @@ class WorkflowEngine:
             params = params.new(seed=derive_seed(self._seed, self._prompt_index, number))
         name = make_request_id(self._prompt_index, number) if request_id is None else request_id
         note_request(name)
-        return await self._engine.generate(prompt_tokens, params, request_id=name)
+        return await self._engine.generate(prompt_tokens, with_kept_tokens(params, self._engine), request_id=name)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Call the engine's abort."""

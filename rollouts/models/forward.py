@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.algorithms.logprobs import Foresight, LogitTransform, PackedShift, chunked_log_probs, shift_packed
-from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_turns
+from rollouts.algorithms.logprobs import Foresight, LogitTransform, PackedShift, Sampling, chunked_log_probs, shift_packed
+from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_kept, map_turns, select_kept
 from rollouts.data.model_limits import ModelLimits
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.linear import ONEDNN, OneDNNLinear
 from rollouts.models.replay import check_replayed, replay_experts, select_routers
 from rollouts.models.routers import LoadRecord, Routers, record_choices
-from rollouts.types import TokenOutputs, TrainBatch
+from rollouts.types import KeptSets, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -82,6 +82,7 @@ class PackedRows:
     shift: PackedShift  # predictors and predicted positions
     cuts: dict[int, PackedRows] = field(default_factory=dict[int, "PackedRows"])  # results of cut
     continuations: Continuations | None = None  # None = no prompt is shared, and the packed tokens are those of the rows
+    kept: KeptSets | None = None  # [M] sets that the predicted tokens were drawn from; None = all of the whole vocabulary
 
     def unpack(self, values: Tensor) -> Tensor:
         """Unpack [N] -> [B, T], 0 on pads, a shared token in each of its rows; keeps the gradient."""
@@ -128,7 +129,8 @@ class PackedRows:
             return self
         assert self.continuations is None, f"shared prompts are packed on the CPU alone, not for {device}"
         moved: dict[str, Any] = {f.name: _send(x, device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
-        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={})
+        kept = None if self.kept is None else map_kept(self.kept, partial(_send, device=device))
+        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={}, kept=kept)
 
 
 class _Permuted(torch.autograd.Function):
@@ -279,6 +281,8 @@ def move_batch(batch: TrainBatch, device: torch.device) -> TrainBatch:
     moved: dict[str, Any] = {f.name: send(getattr(batch, f.name)) for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor)}
     if batch.turns is not None:
         moved["turns"] = map_turns(batch.turns, send)
+    if batch.kept is not None:
+        moved["kept"] = map_kept(batch.kept, send)
     if batch.reward_components is not None:
         moved["reward_components"] = replace(batch.reward_components, scores=send(batch.reward_components.scores))
     return replace(batch, **moved)
@@ -408,7 +412,11 @@ def pack_batch(batch: TrainBatch, device: torch.device, *, share: bool = False) 
     shared = find_shared_prompts(batch) if share else None
     if shared is not None:
         return pack_shared(batch.tokens, batch.lengths, shared)
-    return pack_padded(batch.tokens, batch.lengths, batch.context_ids).to(device)
+    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    if batch.kept is not None:
+        predicted = packed.flat_index[packed.shift.positions]
+        packed = replace(packed, kept=select_kept(batch.kept, lambda column: column.flatten()[predicted]))
+    return packed.to(device)
 
 
 def run_packed(model: PreTrainedModel, packed: PackedRows, attend_fn: AttendFn | None = None, **more: Any) -> Tensor:
@@ -604,7 +612,7 @@ def compute_log_probs(
         layer.weight if layer.token_scale is None else layer.weight * layer.token_scale()[:, None],
         shift.targets,
         bias=layer.bias,
-        temperatures=temperatures,
+        sampling=Sampling(temperatures, packed.kept),
         chunk_size=options.chunk_size,
         with_entropy=options.with_entropy,
         transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),

@@ -138,7 +138,7 @@ async def create_weight_probe(backend: TrainingBackend, tokens: Sequence[int], *
 def select_rows_of_version(batch: TrainBatch, samples: Sequence[Sample], version: int, num_rows: int) -> TrainBatch | None:
     """Select the first rows, at most num_rows, whose sampled tokens are all of one weight version and of the whole distribution.
 
-    None if there is no such row. Log-probs of a cut distribution differ from the trainer's without an error.
+    None if there is no such row. Log-probs of a cut distribution whose sets are not recorded differ from the trainer's without an error.
     """
     trained = set(find_trained_rows(batch))
     rows = [row for row, sample in enumerate(samples) if row in trained and _is_of_version(sample, version)]
@@ -146,7 +146,7 @@ def select_rows_of_version(batch: TrainBatch, samples: Sequence[Sample], version
 
 
 def _is_of_version(sample: Sample, version: int) -> bool:
-    if sample.weight_versions is None or sample.truncated_sampling:
+    if sample.weight_versions is None or (sample.truncated_sampling and sample.kept_tokens is None):
         return False
     return all(v == version for v, on in zip(sample.weight_versions, sample.loss_mask, strict=True) if on)
 

@@ -539,18 +539,25 @@ def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], 
 
 
 def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> None:
-    """Raise DataError if trained samples were drawn from a cut distribution and the algorithm reads their log-probs.
+    """Raise DataError if trained samples were drawn from a cut distribution and the algorithm compares theirs with log-probs of another.
 
-    The trainer computes log-probs of the whole distribution, so their ratio would be meaningless.
+    The trainer computes log-probs over the sets that the engine recorded (Sample.kept_tokens). Without a record its log-probs are those of
+    the whole distribution, as segment log-probs always are, and a ratio of the two would be meaningless.
     """
-    if "rollout_log_probs" not in algorithm.requires:
-        return
     cut = [sample for sample in select_trainable(samples) if sample.truncated_sampling]
-    if cut:
+    unknown = [sample for sample in cut if sample.kept_tokens is None]
+    if unknown and "rollout_log_probs" in algorithm.requires:
         raise DataError(
-            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, and the "
-            "trainer cannot compute the log-probs that the algorithm compares with: sample with top_p=1, top_k=0 and min_p=0, or use an "
-            "algorithm that does not read rollout_log_probs, for example recomputed(...)"
+            f"{len(unknown)} of {len(samples)} samples (the first is sample {unknown[0].index}) were drawn with top_p, top_k or min_p, and "
+            "the trainer cannot compute the log-probs that the algorithm compares with, since the engine did not record the sets that were "
+            "left: use the engine in this process, sample with top_p=1, top_k=0 and min_p=0, or use an algorithm that does not read "
+            "rollout_log_probs, for example recomputed(...)"
+        )
+    if cut and "segment_log_probs" in algorithm.requires:
+        raise DataError(
+            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, but the "
+            "algorithm requires segment_log_probs, which engines compute over the whole distribution: set segment_wise to False, or sample "
+            "with top_p=1, top_k=0 and min_p=0"
         )
 
 

@@ -14,6 +14,7 @@ from products import CountedProducts
 from rollouts.algorithms.logprobs import (
     Foresight,
     LogitTransform,
+    Sampling,
     choose_chunk_size,
     chunked_log_probs,
     count_kept_positions,
@@ -26,6 +27,7 @@ from rollouts.algorithms.logprobs import (
     token_entropy,
     token_log_probs,
 )
+from rollouts.types import KeptSets
 
 
 def random_logits(seed: int, *shape: int, dtype=torch.float64, spread: float = 3.0) -> torch.Tensor:
@@ -224,9 +226,9 @@ def plain(hidden, weight, targets, bias=None, temperatures=None):
 def test_chunked_values_and_gradients_equal_the_plain_ones(with_bias, with_temperatures, chunk_size):
     hidden, weight, bias, targets, temperatures = random_layer(11)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), *([bias.requires_grad_()] if with_bias else [])]
-    kwargs = {"bias": bias if with_bias else None, "temperatures": temperatures if with_temperatures else None}
-    found = chunked_log_probs(hidden, weight, targets, chunk_size=chunk_size, with_entropy=True, **kwargs)
-    expected = plain(hidden, weight, targets, **kwargs)
+    bias, temperatures = bias if with_bias else None, temperatures if with_temperatures else None
+    found = chunked_log_probs(hidden, weight, targets, bias=bias, sampling=Sampling(temperatures), chunk_size=chunk_size, with_entropy=True)
+    expected = plain(hidden, weight, targets, bias, temperatures)
     factors = random_logits(12, 2, 7)
     losses = [(factors[0] * log_probs).sum() + (factors[1] * entropy).sum() for log_probs, entropy in (found, expected)]
     for a, b in zip(found, expected, strict=True):
@@ -245,7 +247,13 @@ def test_chunked_gradients_are_the_numerical_ones(with_bias, with_temperatures, 
 
     def function(hidden, weight, bias=None):
         log_probs, entropy = chunked_log_probs(
-            hidden, weight, targets, bias=bias, temperatures=temperatures if with_temperatures else None, chunk_size=3, with_entropy=True
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            sampling=Sampling(temperatures if with_temperatures else None),
+            chunk_size=3,
+            with_entropy=True,
         )
         return {"log_probs": log_probs, "entropy": entropy, "both": (log_probs, entropy)}[output]
 
@@ -256,7 +264,7 @@ def test_chunked_gradients_are_the_numerical_ones(with_bias, with_temperatures, 
 def test_chunked_log_probs_of_random_layers_equal_the_plain_ones(seed, n, v, chunk_size):
     hidden, weight, bias, targets, temperatures = random_layer(seed, n=n, h=8, v=v)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
-    found = chunked_log_probs(hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_size=chunk_size, with_entropy=True)
+    found = chunked_log_probs(hidden, weight, targets, bias=bias, sampling=Sampling(temperatures), chunk_size=chunk_size, with_entropy=True)
     expected = plain(hidden, weight, targets, bias, temperatures)
     factors = random_logits(seed + 1, 2, n)
     for a, b in zip(found, expected, strict=True):
@@ -295,7 +303,7 @@ def test_bfloat16_inputs_give_float32_log_probs_and_gradients_in_their_own_dtype
     hidden, weight, bias, targets, temperatures = random_layer(16, n=9, h=16, v=20, dtype=torch.bfloat16)
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     log_probs, entropy = chunked_log_probs(
-        hidden, weight, targets, bias=bias, temperatures=temperatures.float(), chunk_size=4, with_entropy=True
+        hidden, weight, targets, bias=bias, sampling=Sampling(temperatures.float()), chunk_size=4, with_entropy=True
     )
     assert log_probs.dtype == entropy.dtype == torch.float32
     gradients = torch.autograd.grad(log_probs.sum() + entropy.sum(), leaves)
@@ -324,7 +332,14 @@ def differentiate_loss(loss, foresight=None, *, chunk_size=3, **kwargs):
     leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     with CountedProducts() as counted:
         log_probs, _ = chunked_log_probs(
-            hidden, weight, targets, bias=bias, temperatures=temperatures.float(), chunk_size=chunk_size, foresight=foresight, **kwargs
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            sampling=Sampling(temperatures.float()),
+            chunk_size=chunk_size,
+            foresight=foresight,
+            **kwargs,
         )
         gradients = torch.autograd.grad(loss(log_probs), leaves)
     return [log_probs.detach(), *gradients], counted.multiplications / (8 * 4 * 5)
@@ -425,7 +440,7 @@ def test_changed_logits_have_the_values_and_gradients_of_autograd(transform: Log
     targets, temperatures = torch.randint(0, 23, (11,)), (torch.rand(11) + 0.5).double() if tempered else None
     hidden, weight, bias = ours = [x.double().requires_grad_() for x in inputs]
     found, entropy = chunked_log_probs(
-        hidden, weight, targets, bias=bias, temperatures=temperatures, chunk_size=4, with_entropy=with_entropy, transform=transform
+        hidden, weight, targets, bias=bias, sampling=Sampling(temperatures), chunk_size=4, with_entropy=with_entropy, transform=transform
     )
     reference = [x.double().requires_grad_() for x in inputs]
     logits = (reference[0] @ reference[1].T + reference[2]) * transform.scale
@@ -442,3 +457,45 @@ def test_changed_logits_have_the_values_and_gradients_of_autograd(transform: Log
         total, wanted = total + (entropy * weights).sum(), wanted - ((log_p.exp() * log_p).sum(-1) * weights).sum()
     for left, right in zip(torch.autograd.grad(total, ours), torch.autograd.grad(wanted, reference), strict=True):
         torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("transform", [None, LogitTransform(3.0, 1.5)])
+@pytest.mark.parametrize("chunk_size", [1, 3, 1024, None])
+@pytest.mark.parametrize("foreseen", [False, True])
+def test_over_kept_sets_values_and_gradients_are_those_of_a_softmax_over_the_sets_alone(
+    transform: LogitTransform | None, chunk_size: int | None, foreseen: bool
+):
+    hidden, weight, bias, targets, temperatures = random_layer(21, n=9, v=12)
+    sets = [sorted({*range(i % 5, 12, 1 + i % 3), int(target)}) if i % 4 else [] for i, target in enumerate(targets)]
+    sets[5] = [int(targets[5])]  # one token alone: log-prob 0, entropy 0, no gradient
+    counts = torch.tensor([len(ids) for ids in sets])
+    starts = torch.zeros(9, dtype=torch.int64)
+    ids: list[int] = []
+    for i in reversed(range(9)):  # in another order than the tokens
+        starts[i] = len(ids)
+        ids += sets[i]
+    kept = KeptSets(ids=torch.tensor(ids, dtype=torch.int32), starts=starts, counts=counts)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
+    factors = random_logits(22, 2, 9)
+    foresight = Foresight(lambda log_probs: factors[0]) if foreseen else None
+    found, entropy = chunked_log_probs(
+        hidden, weight, targets, bias=bias, sampling=Sampling(temperatures, kept), chunk_size=chunk_size, with_entropy=not foreseen,
+        transform=transform, foresight=foresight,
+    )  # fmt: skip
+    logits = hidden @ weight.T + bias
+    logits = (logits if transform is None else transform.apply(logits)) / temperatures[:, None]
+    expected, wanted = [], []
+    for row, target, members in zip(logits, targets.tolist(), sets, strict=True):
+        members = members or list(range(12))
+        log_p = row[members].log_softmax(0)
+        expected.append(log_p[members.index(target)])
+        wanted.append(-(log_p.exp() * log_p).sum())
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-12, atol=1e-12)
+    losses = [(factors[0] * found).sum(), (factors[0] * torch.stack(expected)).sum()]
+    if entropy is not None:
+        torch.testing.assert_close(entropy, torch.stack(wanted), rtol=1e-12, atol=1e-12)
+        losses = [losses[0] + (factors[1] * entropy).sum(), losses[1] + (factors[1] * torch.stack(wanted)).sum()]
+    gradients = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert foresight is None or not foresight.failed

@@ -49,7 +49,7 @@ LOGITS = [2.0, -1.0, 0.5, 1.5, 0.0, -3.0]
 def test_draws_follow_the_distribution_and_report_its_log_probs(temperature, top_p, top_k, min_p):
     n = 20000
     uniforms = torch.tensor(np.random.Generator(np.random.Philox(key=1)).random(n))
-    tokens, log_probs = sample_tokens(torch.tensor([LOGITS]).expand(n, -1), rows(n, temperature, top_p, top_k, min_p), uniforms)
+    tokens, log_probs, _ = sample_tokens(torch.tensor([LOGITS]).expand(n, -1), rows(n, temperature, top_p, top_k, min_p), uniforms)
     expected = np.array(naive_distribution(LOGITS, temperature, top_p, top_k, min_p))
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     assert (counts[expected == 0] == 0).all()
@@ -60,14 +60,14 @@ def test_draws_follow_the_distribution_and_report_its_log_probs(temperature, top
 
 
 def test_greedy_rows_take_the_largest_logit_and_report_temperature_one():
-    tokens, log_probs = sample_tokens(torch.tensor([LOGITS, LOGITS]), rows(2, temperature=0.0, top_p=0.1), torch.tensor([0.99, 0.0]))
+    tokens, log_probs, _ = sample_tokens(torch.tensor([LOGITS, LOGITS]), rows(2, temperature=0.0, top_p=0.1), torch.tensor([0.99, 0.0]))
     assert tokens.tolist() == [0, 0]
     torch.testing.assert_close(log_probs, torch.tensor([LOGITS]).log_softmax(-1)[0, 0].expand(2))
 
 
 @given(u=st.floats(0, 1, exclude_max=True, width=64), k=st.integers(1, 6))
 def test_a_token_outside_the_kept_set_is_never_drawn(u, k):
-    tokens, _ = sample_tokens(torch.tensor([LOGITS]), rows(1, top_k=k), torch.tensor([u], dtype=torch.float64))
+    tokens, *_ = sample_tokens(torch.tensor([LOGITS]), rows(1, top_k=k), torch.tensor([u], dtype=torch.float64))
     assert tokens.item() in sorted(range(6), key=lambda i: -LOGITS[i])[:k]
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qw
 from integration.dry_run.memory import Training, training_parts
 from integration.dry_run.sizes import read_sizes
 from integration.train import main
-from rollouts.algorithms.logprobs import chunked_log_probs
+from rollouts.algorithms.logprobs import Sampling, chunked_log_probs
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp.config import FSDPConfig
@@ -152,9 +152,9 @@ def test_log_probs_of_chunks_are_those_of_float64(dtype: torch.dtype, chunk_size
     targets = torch.randint(0, vocab_size, (count,), device=DEVICE)
     temperatures = torch.full((count,), 0.7, device=DEVICE)
     run = partial(chunked_log_probs, chunk_size=chunk_size, with_entropy=True)
-    expected, expected_entropy = run(hidden.double(), weight.double(), targets, temperatures=temperatures.double())
+    expected, expected_entropy = run(hidden.double(), weight.double(), targets, sampling=Sampling(temperatures.double()))
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    found, entropy = run(hidden.to(dtype), weight, targets, temperatures=temperatures)
+    found, entropy = run(hidden.to(dtype), weight, targets, sampling=Sampling(temperatures))
     assert entropy is not None and expected_entropy is not None and found.dtype == torch.float32
     limit = 1e-3 if dtype == torch.float32 else 0.1
     assert float((found - expected).detach().abs().max()) < limit

@@ -168,7 +168,7 @@ def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: 
         (["simulate", "--max-staleness", "-1"], "--max-staleness is -1, expected a whole number, at least 0"),
         (["simulate", "--sigma", "-1"], "--sigma is -1.0, expected at least 0"),
         (["eval", "here", "--n", "0"], "--n is 0, expected a whole number, at least 1"),
-        (["eval", "here", "--generation.top-p", "2"], "--generation.top-p is 2.0 and --generation.top-k is 0, but training needs"),
+        (["eval", "here", "--generation.top-p", "2"], "--generation.top-p is 2.0, expected more than 0, at most 1"),
         (["eval", "here", "--rl.num-steps", "3"], "--rl.num-steps is about training, and has no effect in an evaluation"),
         (["convert", "here", "there", "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0, or None"),
         (["report", "here", "--max-tokens", "-1"], "--max-tokens is -1, expected at least 1, or 0 for all"),

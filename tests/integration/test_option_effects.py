@@ -118,7 +118,8 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "rl.asynchronous.rollout_timeout_s": 9.0, "rl.asynchronous.in_flight": "interrupt", "rl.asynchronous.checkpoint_in_flight": "interrupt",
     "rl.asynchronous.enable_segment_wise_ppo": False, "rl.asynchronous.missed_segment": "proximal", "reference.path": "DIR",
     "critic.path": "DIR", "generation.max_tokens": 7, "generation.enable_thinking": False, "generation.stop": ("x",),
-    "generation.top_p": 0.5, "episode.max_turns": 3, "episode.max_tokens": 9, "episode.max_context": 99, "episode.stop_regex": "x",
+    "generation.top_p": 0.5, "generation.top_k": 5, "generation.min_p": 0.3,
+    "episode.max_turns": 3, "episode.max_tokens": 9, "episode.max_context": 99, "episode.stop_regex": "x",
     "episode.system_prompt": "x", "episode.chat": False, "episode.on_rewrite": "error", "episode.on_environment_error": "drop",
     "episode.on_tool_error": "raise", "environment.factory": "rollouts.environments.gym:GymEnvironment", "environment.size": 6,
     "environment.expert": "rollouts.rewards.answers:exact_match", "environment.num_holes": 1, "environment.step_reward": -0.1,
@@ -303,7 +304,7 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
         )
     if "rl" in mode or config.task != "jsonl" or config.data.eval_path:  # there is something to evaluate on
         evaluated = generation_config(config, 8).sampling_params()
-        yield config.evaluation, replace(evaluated, temperature=0.0), config.reward.function
+        yield config.evaluation, evaluated.new(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), config.reward.function
         if config.evaluation.sampled:
             yield evaluated
         if "sft" in mode:

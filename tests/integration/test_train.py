@@ -486,7 +486,15 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--rl.overlong-buffer", "9"], "at most the token budget"),
         (["--rl.filter", "nonzero"], "did you mean 'nonzero_std'?"),
         (["--sft.batch-size", "0"], "--sft.batch-size is 0"),
-        (["--generation.top-p", "0.9"], "whole distribution"),
+        (
+            ["--generation.top-p", "0.9", "--engine.kind", "vllm", "--engine.urls", "http://127.0.0.1:9"],
+            "a server does not return the tokens",
+        ),
+        (["--generation.min-p", "0.1", "--backend.kind", "jax"], "log-probs over the whole vocabulary alone"),
+        (
+            ["--generation.top-k", "5", "--enable-segment-wise-ppo", "--rl.asynchronous.enabled"],
+            "log-probs of segments are computed over the whole vocabulary",
+        ),
         (["--backend.kind", "fsd"], "did you mean 'fsdp'?"),
         (["--backend.num-processes", "2"], "add --backend.kind fsdp"),
         (["--model.path", "/nowhere/model"], "is not a directory"),

@@ -27,7 +27,7 @@ from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.rollout_batch import train_on_rollouts
 from rollouts.training.run_state import read_run_state
-from rollouts.types import KLControl, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
+from rollouts.types import KLControl, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 
 
 def random_reward(sample: Sample) -> float:
@@ -335,10 +335,14 @@ async def test_a_kl_controller_waits_for_the_policy_and_counts_the_rows_that_wer
     assert [m["kl_coef"] for m in history] == pytest.approx(expected)
 
 
-async def test_samples_of_a_cut_distribution_are_refused_where_their_log_probs_are_read():
+async def test_samples_of_an_unknown_cut_distribution_are_refused_where_their_log_probs_are_read():
     def make_cut_run():
         backend, buffer, _, engine = make_run()
-        generate = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6, top_p=0.9), seed=0)
+        sample = create_generate_fn([engine], create_char_tokenizer(), SamplingParams(max_tokens=6, top_p=0.9), seed=0)
+
+        async def generate(prompt: Prompt, n: int) -> tuple[Sample, ...]:
+            return tuple(replace(one, kept_tokens=None) for one in await sample(prompt, n))  # as a server answers
+
         config = RolloutConfig(batch_size=4, n_samples_per_prompt=4, generate_fn=generate, reward_fn=random_reward)
         return backend, buffer, AsyncRolloutManager(buffer, config, engines=[engine]), engine
 

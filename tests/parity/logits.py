@@ -15,6 +15,7 @@ from torch import Tensor
 from parity.mapping import Parity, Rule, zero_nans
 from parity.peers import token_sum
 from rollouts.algorithms.logprobs import (
+    Sampling,
     chunked_log_probs,
     entropy_from_logits,
     gather_log_probs,
@@ -36,7 +37,7 @@ def differentiated(log_probs: Tensor, entropy: Tensor | None = None) -> Tensor:
 def areal_gather(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Mapping[str, Any]:
     """The logits as hidden states under an output layer that is the identity."""
     identity, heat = torch.eye(logits.shape[1], dtype=logits.dtype), torch.full(labels.shape, temperature, dtype=logits.dtype)
-    log_probs, entropy = chunked_log_probs(logits, identity, labels, temperatures=heat, chunk_size=2, with_entropy=True)
+    log_probs, entropy = chunked_log_probs(logits, identity, labels, sampling=Sampling(heat), chunk_size=2, with_entropy=True)
     return {"logprobs": log_probs, "entropy": entropy, "sum": differentiated(log_probs, entropy)}
 
 
@@ -99,7 +100,7 @@ def verl_log_probs(logits: Tensor, labels: Tensor) -> Mapping[str, Any]:
 MAPPINGS: dict[str, Parity] = {
     "areal_gather_logprobs_entropy": Parity(
         run=areal_gather,
-        ours="logprobs.chunked_log_probs(temperatures=..., with_entropy=True)",
+        ours="logprobs.chunked_log_probs(sampling=..., with_entropy=True)",
         wrt=("logits",),
         grad_of="sum",
     ),

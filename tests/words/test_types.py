@@ -22,6 +22,7 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.steps import StepData, Trajectory
 from rollouts.types import (
     Completion,
+    KeptSets,
     Message,
     Prompt,
     RewardComponents,
@@ -166,7 +167,7 @@ def test_completion_lengths():
 def test_sampling_params_derivation():
     params = SamplingParams(temperature=0.7, top_p=0.9)
     greedy = params.new(greedy=True, max_tokens=5)
-    assert (greedy.temperature, greedy.greedy, greedy.top_p, greedy.max_tokens) == (0.0, True, 0.9, 5)
+    assert (greedy.temperature, greedy.greedy, greedy.top_p, greedy.max_tokens) == (0.0, True, 1.0, 5)
     assert (params.temperature, params.max_tokens) == (0.7, 256)
     assert greedy.new(greedy=False).temperature == 1.0
     with pytest.raises(AssertionError, match="either"):
@@ -181,7 +182,7 @@ PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_c
     [
         f.name
         for f in fields(TrainBatch)
-        if f.name not in ("tokens", "turns", "reward_components", "dropout", "skip_redundant", "routed_experts")
+        if f.name not in ("tokens", "turns", "reward_components", "dropout", "skip_redundant", "routed_experts", "kept")
     ],
 )
 def test_columns_of_the_wrong_shape_are_refused_by_name(name):
@@ -190,6 +191,13 @@ def test_columns_of_the_wrong_shape_are_refused_by_name(name):
     make_batch(torch.ones(2, 3), **{name: torch.ones(right)})
     with pytest.raises(AssertionError, match=rf"{name} has shape \({wrong[0]},.*expected"):
         make_batch(torch.ones(2, 3), **{name: torch.ones(wrong)})
+
+
+def test_kept_sets_of_the_wrong_shape_are_refused():
+    sets = KeptSets(ids=torch.zeros(0, dtype=torch.int32), starts=torch.zeros(2, 3), counts=torch.zeros(2, 3))
+    make_batch(torch.ones(2, 3), kept=sets)
+    with pytest.raises(AssertionError, match=r"kept_counts has shape \(2, 2\)"):
+        make_batch(torch.ones(2, 3), kept=replace(sets, counts=torch.zeros(2, 2)))
 
 
 def test_reward_components_of_the_wrong_shape_are_refused():

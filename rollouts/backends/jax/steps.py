@@ -22,6 +22,7 @@ from rollouts.backends.jax.model import Array, DecoderConfig, PackedArrays, Weig
 from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update
 from rollouts.backends.protocol import list_metrics
+from rollouts.errors import DataError
 from rollouts.models.forward import PackedRows, pack_padded
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
@@ -68,9 +69,19 @@ def create_jax_state(weights: Weights, rule: AdamW) -> JAXTrainState:
     return JAXTrainState(weights, _transformation(_numbers_of(rule, rule.lr), rule.betas).init(dict(weights)))
 
 
+def _pack_whole(batch: TrainBatch) -> PackedRows:
+    """Plan the packing of a batch's rows. Raises DataError if tokens were drawn from less than the whole vocabulary."""
+    if batch.kept is not None:
+        raise DataError(
+            "the batch has tokens that were drawn with top_p, top_k or min_p, and the JAX backend computes log-probs over the whole "
+            "vocabulary alone: sample with top_p=1, top_k=0 and min_p=0, or use the PyTorch backend"
+        )
+    return pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+
+
 def evaluate_batch(weights: Weights, batch: TrainBatch, spec: ModelSpec, *, with_entropy: bool = False) -> TokenOutputs:
     """Evaluate the model on the tokens of a batch: [B, T] PyTorch tensors on the CPU without gradient."""
-    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    packed = _pack_whole(batch)
     arrays = pack_arrays(packed, batch.temperatures)
     return _place(_read_outputs(_programs().evaluate(dict(weights), arrays, spec, with_entropy), packed), packed)
 
@@ -82,7 +93,7 @@ def accumulate_gradient(
 
     Returns: the state with the sum; loss, num_tokens and the metrics of the loss.
     """
-    packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    packed = _pack_whole(batch)
     arrays = pack_arrays(packed, batch.temperatures)
     outputs, pull_back = _programs().differentiate(dict(state.weights), arrays, spec, with_entropy)
     leaves = [values.requires_grad_() for values in _read_outputs(outputs, packed)]

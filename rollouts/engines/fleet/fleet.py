@@ -36,7 +36,14 @@ from rollouts.errors import ConfigError, EngineError, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
 _OF_MEMBERS = frozenset(
-    {EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.MEMORY_UPDATES, EngineFeature.ROUTED_EXPERTS, EngineFeature.SLEEP}
+    {
+        EngineFeature.SCORES,
+        EngineFeature.GROUPS,
+        EngineFeature.MEMORY_UPDATES,
+        EngineFeature.ROUTED_EXPERTS,
+        EngineFeature.KEPT_TOKENS,
+        EngineFeature.SLEEP,
+    }
 )
 """Features that a fleet has if all of its members have them."""
 

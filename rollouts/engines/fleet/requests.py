@@ -19,7 +19,7 @@ from rollouts.engines.http.requests import count_tokens_to_keep, params_of_rest
 from rollouts.engines.http.samples import check_order
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
 from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, EngineStatusError, raise_single_errors
-from rollouts.types import Completion, SamplingParams
+from rollouts.types import Completion, KeptTokens, SamplingParams
 
 T = TypeVar("T")
 
@@ -87,6 +87,7 @@ def can_join(first: Completion, rest: Completion) -> bool:
     """Whether the log-probs of two parts are of the same kind, so that the parts make one sample."""
     same = first.temperature == rest.temperature and first.truncated_sampling == rest.truncated_sampling
     same = same and first.log_prob_kind == rest.log_prob_kind
+    same = same and (first.kept_tokens is None) == (rest.kept_tokens is None)
     return same and (first.untempered_log_probs is None) == (rest.untempered_log_probs is None)
 
 
@@ -105,6 +106,9 @@ def join_parts(first: Completion, rest: Completion) -> Completion:
     experts = None
     if first.routed_experts is not None and rest.routed_experts is not None:
         experts = first.routed_experts.fill(rest.routed_experts)
+    kept = None
+    if first.kept_tokens is not None and rest.kept_tokens is not None:
+        kept = first.kept_tokens + rest.kept_tokens
     return replace(
         rest,
         request_id=first.request_id,
@@ -114,6 +118,7 @@ def join_parts(first: Completion, rest: Completion) -> Completion:
         output_versions=first.output_versions + rest.output_versions,
         untempered_log_probs=untempered,
         routed_experts=experts,
+        kept_tokens=kept,
     )
 
 
@@ -124,6 +129,7 @@ def keep_tokens(part: Completion, n: int) -> Completion:
         part, output_tokens=part.output_tokens[:n], output_log_probs=part.output_log_probs[:n], output_versions=part.output_versions[:n],
         untempered_log_probs=untempered,
         routed_experts=None if part.routed_experts is None else part.routed_experts.take(part.input_len + n),
+        kept_tokens=None if part.kept_tokens is None else part.kept_tokens.cut(0, n),
     )  # fmt: skip
 
 
@@ -132,7 +138,7 @@ def create_empty(request_id: str, prompt: tuple[int, ...], params: SamplingParam
     return Completion(
         request_id=request_id, input_tokens=prompt, output_tokens=(), output_log_probs=(), output_versions=(), finish_reason="abort",
         temperature=params.temperature or 1.0, truncated_sampling=params.truncates,
-        untempered_log_probs=() if params.untempered_log_probs else None,
+        untempered_log_probs=() if params.untempered_log_probs else None, kept_tokens=KeptTokens() if params.kept_tokens else None,
     )  # fmt: skip
 
 

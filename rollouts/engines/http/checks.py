@@ -121,6 +121,11 @@ def check_request(
             f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
             f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
         )
+    if params.kept_tokens and params.truncates:
+        raise EngineRequestError(
+            f"{name}: {request_id} asks for the sets that top_p, top_k and min_p leave, which this server does not return: sample from the "
+            "whole distribution, or use the engine in this process"
+        )
     return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
 
 

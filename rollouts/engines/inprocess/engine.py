@@ -31,7 +31,7 @@ from rollouts.models.linear import Kernels, forget_packed, use_kernels
 from rollouts.models.prepare import inspect_routers
 from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, FinishReason, SamplingParams
+from rollouts.types import Completion, FinishReason, KeptTokens, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,6 +54,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list[int])
     log_probs: list[float] = field(default_factory=list[float])
     untempered: list[float] = field(default_factory=list[float])
+    kept: list[bytes] = field(default_factory=list[bytes])  # ids of the set of each token, int32
     versions: list[int] = field(default_factory=list[int])
     experts: list[bytes] = field(default_factory=list[bytes])  # experts of each token that a pass has read, see read_rows
     finish_reason: FinishReason | None = None
@@ -66,7 +67,7 @@ class _Request:
         return len(self.prompt) + len(self.tokens) - 1
 
 
-_FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.WEIGHT_VIEWS, EngineFeature.SCORES})
+_FEATURES = frozenset({EngineFeature.MEMORY_UPDATES, EngineFeature.WEIGHT_VIEWS, EngineFeature.SCORES, EngineFeature.KEPT_TOKENS})
 
 
 class InProcessEngine:
@@ -283,7 +284,7 @@ class InProcessEngine:
         except BaseException:
             again = [r for r in admitted if r not in self._running and r.finish_reason is None]
             for request in again:
-                for made in (request.tokens, request.log_probs, request.untempered, request.versions):
+                for made in (request.tokens, request.log_probs, request.untempered, request.kept, request.versions):
                     made.clear()
             self._waiting = [*again, *self._waiting]
             raise
@@ -377,7 +378,7 @@ class InProcessEngine:
         rows = SamplingRows.stack([r.sampling for r in requests], logits.device)
         uniforms = torch.tensor([r.uniforms[len(r.tokens)] for r in requests], dtype=torch.float64)
         with torch.inference_mode():
-            tokens, log_probs = sample_tokens(logits, rows, uniforms)
+            tokens, log_probs, is_kept = sample_tokens(logits, rows, uniforms)
             untempered = gather_log_probs(logits, tokens).tolist() if any(r.params.untempered_log_probs for r in requests) else None
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
             request.tokens.append(token)
@@ -385,6 +386,8 @@ class InProcessEngine:
             request.versions.append(self._weight_version)
             if untempered is not None and request.params.untempered_log_probs:
                 request.untempered.append(untempered[i])
+            if is_kept is not None and request.params.kept_tokens:
+                request.kept.append(b"" if request.params.greedy else is_kept[i].nonzero().to(torch.int32).cpu().numpy().tobytes())
             request.finish_reason = self._find_end(request, token)
 
     def _find_end(self, request: _Request, token: int) -> FinishReason | None:
@@ -479,7 +482,12 @@ class InProcessEngine:
             truncated_sampling=params.truncates,
             untempered_log_probs=tuple(request.untempered) if params.untempered_log_probs else None,
             routed_experts=self._slots.recorder.to_value(request.experts, len(request.prompt) + len(request.tokens)),
+            kept_tokens=_collect_kept(request) if params.kept_tokens and params.truncates else None,
         )
+
+
+def _collect_kept(request: _Request) -> KeptTokens:
+    return KeptTokens(data=b"".join(request.kept), counts=tuple(len(ids) // 4 for ids in request.kept))
 
 
 class _RoundLimit(trio.abc.Instrument):

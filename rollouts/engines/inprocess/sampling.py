@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -58,15 +59,23 @@ def truncate_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor)
     return torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(drop, -torch.inf))
 
 
-def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+class Draws(NamedTuple):
+    """Tokens drawn from R rows."""
+
+    tokens: Tensor  # [R] int64
+    log_probs: Tensor  # [R] float32, of the distribution that they were drawn from
+    is_kept: Tensor | None  # [R, V] bool, tokens that truncation left; None = no row is truncated
+
+
+def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> Draws:
     """Sample one token for each row by inversion of the cumulative distribution: it depends on that row's logits and uniform number only.
 
     Args:
         logits: # [R, V] float32.
         uniforms: # [R] float64 in [0, 1).
 
-    Returns: tokens # [R] int64 and log_probs # [R] under the sampling distribution (temperature and truncation applied). Greedy rows
-        take the largest logit; their log-prob is at temperature 1 without truncation.
+    Returns: tokens, and log_probs under the sampling distribution (temperature and truncation applied). Greedy rows take the largest logit;
+        their log-prob is at temperature 1 without truncation.
     """
     greedy = rows.temperatures == 0
     scaled = logits / torch.where(greedy, torch.ones_like(rows.temperatures), rows.temperatures)[:, None]
@@ -80,7 +89,7 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple
     drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     best = logits.argmax(-1)
     tokens = torch.where(greedy | (drawn >= logits.shape[-1]), best, drawn)
-    return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+    return Draws(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), scaled > -torch.inf if rows.truncates else None)
 
 
 class UniformStream:
