@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts, find_columns
+from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts, dump_json, pack_text
 from integration.report.runs import Run, read_run
 from integration.view.tokens import REASONS
 
@@ -43,7 +41,7 @@ def read_report(paths: Sequence[Path], *, max_tokens: int) -> Report:
 def render(report: Report, *, live: bool = False) -> str:
     """Return the page. live: look for news of the runs at the server that the page comes from."""
     chunks = [chunk for chosen in report.chosen for chunk in chosen.chunks]
-    known = {key for chunk in chunks for record in chunk.records for key in find_columns(record)} | {"advantage"}
+    known = {key for chunk in chunks for key in chunk.columns} | {"advantage"}
     index: dict[str, Any] = {
         "live": live,
         "runs": [run.to_dict() for run in report.runs],
@@ -52,7 +50,7 @@ def render(report: Report, *, live: bool = False) -> str:
         "columns": [{"key": key, "label": label, "help": text} for key, (label, text) in COLUMNS.items() if key in known],
         "chunks": [{"run": c.run, "step": c.step, "rows": c.rows, "groups": c.groups} for c in chunks],
     }
-    blocks = [_embed("index", index), *(_embed(f"chunk-{k}", chunk.records) for k, chunk in enumerate(chunks))]
+    blocks = [_embed("index", pack_text(dump_json(index))), *(_embed(f"chunk-{k}", chunk.packed) for k, chunk in enumerate(chunks))]
     script = "\n".join(_read(name) for name in _SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     source = "'self'" if live else "'none'"
@@ -74,10 +72,9 @@ def render(report: Report, *, live: bool = False) -> str:
     return page
 
 
-def _embed(name: str, value: Any) -> str:
-    """Return a block of data: JSON, packed by gzip, in base64, so that nothing in it can end the block or be run."""
-    packed = gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
-    return f'<script type="application/octet-stream" id="{name}">{base64.b64encode(packed).decode()}</script>'
+def _embed(name: str, packed: str) -> str:
+    """Return a block of data that the page unpacks."""
+    return f'<script type="application/octet-stream" id="{name}">{packed}</script>'
 
 
 def _read(name: str) -> str:

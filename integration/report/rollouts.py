@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from integration.view.gradient import explain_gradient, split_groups
-from integration.view.source import find_decoder, find_reward, find_step_files, read_file
+from integration.view.gradient import explain_gradient
+from integration.view.source import find_decoder, find_reward, find_step_files, iterate_file, measure_file
 from integration.view.tokens import Decode, Token, count_clipped, read_step_tokens, read_tokens
 from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.types import Message
@@ -62,7 +65,8 @@ class Chunk:
     rows: tuple[tuple[Any, ...], ...]  # for the list: group, sample, reward, number of trained tokens, status, preview of the response,
     # number of tokens that the update clipped or left out (None = not known)
     groups: Mapping[str, Sequence[str]]  # sentences about the gradient of each group, by its number
-    records: tuple[Mapping[str, Any], ...]
+    packed: str  # records of describe_record as pack_text packs them
+    columns: frozenset[str]  # keys of COLUMNS that their tokens have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +103,13 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
     chunks: list[Chunk] = []
     total = 0
     for step, file in files.items():
-        records = read_file(file)
-        total += len(records)
-        chosen = take_groups(records, share)
-        if chosen:
-            chunks.append(create_chunk(chosen, run, step, decode, mask_truncated=mask_truncated))
-    shown = sum(len(chunk.records) for chunk in chunks)
+        sizes = measure_file(file)
+        total += sum(count for count, _ in sizes.values())
+        groups = take_groups({group: tokens for group, (_, tokens) in sizes.items()}, share)
+        if groups:
+            whole = gather_groups(iterate_file(file, groups), {group: sizes[group][0] for group in groups})
+            chunks.append(create_chunk(whole, run, step, decode, mask_truncated=mask_truncated))
+    shown = sum(len(chunk.rows) for chunk in chunks)
     notes: list[str] = []
     if shown < total:
         notes.append(
@@ -115,32 +120,70 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
     return Chosen(chunks=tuple(chunks), num_shown=shown, num_total=total, notes=tuple(notes))
 
 
-def take_groups(records: Sequence[TrajectoryRecord], max_tokens: int) -> list[TrajectoryRecord]:
-    """Take whole groups of one step, evenly spaced, with at most max_tokens together; at least one group. 0 = all."""
-    groups = list(split_groups(records))
-    sizes = [sum(len(record.sample.tokens) for record in group) for group in groups]
-    if not groups or not max_tokens or sum(sizes) <= max_tokens:
-        return [record for group in groups for record in group]
-    count = max(1, min(len(groups), max_tokens * len(groups) // sum(sizes)))
-    return [record for k in range(count) for record in groups[k * len(groups) // count]]
+def take_groups(sizes: Mapping[int, int], max_tokens: int) -> frozenset[int]:
+    """Take groups of one step, evenly spaced, with at most about max_tokens together; at least one group.
+
+    Args:
+        sizes: number of tokens of each group, by its number.
+        max_tokens: 0 = all groups.
+    """
+    groups, total = sorted(sizes), sum(sizes.values())
+    if not groups or not max_tokens or total <= max_tokens:
+        return frozenset(groups)
+    count = max(1, min(len(groups), max_tokens * len(groups) // total))
+    return frozenset(groups[k * len(groups) // count] for k in range(count))
 
 
-def create_chunk(records: Sequence[TrajectoryRecord], run: int, step: int, decode: Decode | None, *, mask_truncated: bool = False) -> Chunk:
-    """Return the chunk of records of a step. decode: None = tokens are shown as ids."""
-    rows = tuple(
-        (
-            record.sample.group_index,
-            record.sample.index,
-            find_reward(record),
-            sum(mask > 0 for mask in record.sample.loss_mask),
-            record.sample.status.value,
-            " ".join(find_text(record).split())[:_PREVIEW],
-            count_clipped(record),
-        )
-        for record in records
+def gather_groups(records: Iterable[TrajectoryRecord], counts: Mapping[int, int]) -> Iterator[list[TrajectoryRecord]]:
+    """Yield the records of each group, samples in order, as soon as there are as many as `counts` has for it; others are not kept."""
+    waiting: dict[int, list[TrajectoryRecord]] = {}
+    for record in records:
+        group = waiting.setdefault(record.sample.group_index, [])
+        group.append(record)
+        if len(group) == counts[record.sample.group_index]:
+            yield sorted(waiting.pop(record.sample.group_index), key=lambda record: record.sample.index)
+    for group in waiting.values():
+        yield sorted(group, key=lambda record: record.sample.index)
+
+
+def create_chunk(
+    groups: Iterable[Sequence[TrajectoryRecord]], run: int, step: int, decode: Decode | None, *, mask_truncated: bool = False
+) -> Chunk:
+    """Return the chunk of the whole groups of a step. decode: None = tokens are shown as ids."""
+    rows: list[tuple[tuple[Any, ...], str]] = []  # of the list, and of the packed data
+    explained: dict[str, Sequence[str]] = {}
+    columns: set[str] = set()
+    for group in groups:
+        explained[str(group[0].sample.group_index)] = explain_gradient(group, mask_truncated=mask_truncated)
+        for record in group:
+            described = describe_record(record, decode)
+            columns |= find_columns(described)
+            rows.append((_list_row(record), dump_json(described)))
+    rows.sort(key=lambda row: row[0][:2])
+    packed = pack_text(f"[{','.join(text for _, text in rows)}]")
+    return Chunk(run=run, step=step, rows=tuple(row for row, _ in rows), groups=explained, packed=packed, columns=frozenset(columns))
+
+
+def _list_row(record: TrajectoryRecord) -> tuple[Any, ...]:
+    return (
+        record.sample.group_index,
+        record.sample.index,
+        find_reward(record),
+        sum(mask > 0 for mask in record.sample.loss_mask),
+        record.sample.status.value,
+        " ".join(find_text(record).split())[:_PREVIEW],
+        count_clipped(record),
     )
-    groups = {str(group[0].sample.group_index): explain_gradient(group, mask_truncated=mask_truncated) for group in split_groups(records)}
-    return Chunk(run=run, step=step, rows=rows, groups=groups, records=tuple(describe_record(record, decode) for record in records))
+
+
+def dump_json(value: Any) -> str:
+    """Return JSON without spaces; a number that is not finite is an error."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def pack_text(text: str) -> str:
+    """Pack text for the page: gzip, in base64, so that nothing in it can end its block or be run."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=6, mtime=0)).decode()
 
 
 def find_text(record: TrajectoryRecord) -> str:

@@ -18,7 +18,7 @@ from integration.tasks.data_marks import read_lines as read_marked_lines
 from integration.verify.checkpoints import Stage, check_stage
 from integration.verify.lines import Lines, check_metrics, compare_ledger, read_lines
 from rollouts.config_files import read_json
-from rollouts.data.trajectories import read_records
+from rollouts.data.trajectories import iterate_records
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training.checkpoints import LOCK_FILE, checkpoint_name, find_leftovers, list_checkpoints
 from rollouts.training.run_state import read_run_state
@@ -151,7 +151,7 @@ def check_trajectories(directory: Path) -> list[Finding]:
     count = 0
     for file in files:
         try:
-            count += len(read_records(file))
+            count += sum(1 for _ in iterate_records(file))
         except RolloutsError as error:
             problems.append(str(error))
     found = "; ".join(problems) if problems else f"{count} rollouts in {len(files)} files"

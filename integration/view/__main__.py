@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -27,6 +27,7 @@ from integration.view.arguments import Arguments
 from rollouts.errors import ConfigError, DataError, make_safe
 
 if TYPE_CHECKING:
+    from integration.view.source import Choice
     from rollouts.data.records import TrajectoryRecord
 
 _SVG_COLUMNS = 132
@@ -43,7 +44,7 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
     """
     from integration.view.columns import show_side_by_side
     from integration.view.gradient import split_groups
-    from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_step_files, read_file
+    from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_step_files, iterate_file
     from integration.view.text import prepare, show_group, show_prompt, show_records, split_shown, summarize
     from integration.view.tokens import COLOR_FIELDS, choose_palette
 
@@ -54,20 +55,23 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
     if arguments.list:
         return list_steps(arguments.path)
     path = choose_file(arguments.path, arguments.step)
-    records = read_file(path)
     choice = Choice(**{field.name: getattr(arguments, field.name) for field in fields(Choice)})
-    chosen = [record for record in records if choice.takes(record)]
-    lines = [Text(f"{path}: ", style="bold").append(Text(summarize(records), style="not bold"))]
+    places: list[tuple[int, int]] = []  # group and number of each chosen sample, in the order of the file
+    lines = [Text(f"{path}: ", style="bold").append(Text(summarize(note_chosen(path, choice, places)), style="not bold"))]
     if arguments.path.is_dir():
         lines.append(Text(f"this run has {describe_steps([*find_step_files(arguments.path)])}; --step chooses one, --list tells of all"))
-    if not chosen:
-        return [*lines, Text(f"none of them is chosen by {choice}" if records else "nothing was written to it")]
+    if not places:
+        return [*lines, Text("nothing was written to it" if str(choice) == "" else f"none of them is chosen by {choice}")]
     decode = find_decoder(path, arguments.tokenizer)
-    limit = arguments.limit or len(chosen)
+    limit = arguments.limit or len(places)
+    if arguments.side_by_side:
+        places.sort()
+        while limit < len(places) and places[limit][0] == places[limit - 1][0]:
+            limit += 1  # whole groups
+    records = [*iterate_file(path, {group for group, _ in places[:limit]})]
+    chosen = [record for record in records if choice.takes(record)]
     if arguments.side_by_side:
         chosen = [record for group in split_groups(chosen) for record in group]
-        while limit < len(chosen) and chosen[limit].sample.group_index == chosen[limit - 1].sample.group_index:
-            limit += 1  # whole groups
     shown = [prepare(record, decode) for record in chosen[:limit]]
     if decode is None and any(one.tokens or any(one.of_steps) for one in shown):
         lines.append(Text("tokens are shown by their ids: the file is in no run that has a tokenizer; --tokenizer DIR names one"))
@@ -86,9 +90,19 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
             lines += [*show_prompt(members[0]), *show_side_by_side(members, palette, width=width)]
     else:
         lines += show_records(shown, palette, reasons, with_tokens=arguments.tokens)
-    if len(chosen) > limit:
-        lines += [Text(), Text(f"{len(chosen) - limit} more; --limit 0 shows all")]
+    if len(places) > limit:
+        lines += [Text(), Text(f"{len(places) - limit} more; --limit 0 shows all")]
     return lines
+
+
+def note_chosen(path: Path, choice: Choice, places: list[tuple[int, int]]) -> Iterator[TrajectoryRecord]:
+    """Yield the records of a file, one at a time, and append the group and the number of each chosen one to places."""
+    from integration.view.source import iterate_file
+
+    for record in iterate_file(path):
+        if choice.takes(record):
+            places.append((record.sample.group_index, record.sample.index))
+        yield record
 
 
 def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int, tuple[str, ...]]:
@@ -103,14 +117,14 @@ def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int,
 
 def list_steps(path: Path) -> list[Text]:
     """Return one line per trajectory file of a run."""
-    from integration.view.source import choose_file, find_step_files, read_file
+    from integration.view.source import choose_file, find_step_files, iterate_file
     from integration.view.text import summarize
 
     choose_file(path, None)
     files = find_step_files(path) if path.is_dir() else {}
     if not files:
         raise ConfigError(f"--list lists the steps of a run, but {path} is one file: leave it out")
-    return [Text(f"step {step}: {summarize(read_file(file))}") for step, file in files.items()]
+    return [Text(f"step {step}: {summarize(iterate_file(file))}") for step, file in files.items()]
 
 
 def write_lines(lines: Sequence[Text], stream: TextIO, *, colors: bool) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,7 @@ from integration.view.tokens import Decode
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.data.samples import describe_sample
-from rollouts.data.trajectories import read_records
+from rollouts.data.trajectories import iterate_records, measure_groups
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.checkpoints import list_checkpoints
 from rollouts.types import Message
@@ -130,21 +130,36 @@ def find_reward(record: TrajectoryRecord) -> float | None:
     return sum(rewards) if rewards else None
 
 
-def read_file(path: Path) -> list[TrajectoryRecord]:
-    """Read the records of a file. Raises DataError with the file's name and the accepted kinds of files."""
+def iterate_file(path: Path, groups: Collection[int] | None = None) -> Iterator[TrajectoryRecord]:
+    """Yield the records of a file, one at a time. groups: only those of these; None = all.
+
+    Raises: DataError with the file's name and the accepted kinds of files.
+    """
+    with _naming_kinds():
+        for record in iterate_records(path, groups):
+            wrong = find_wrong_type(record)
+            if wrong:
+                raise DataError(f"{path}: {describe_sample(record.sample)} has {wrong}")
+            yield record
+
+
+def measure_file(path: Path) -> dict[int, tuple[int, int]]:
+    """Return what measure_groups tells of a file. Raises DataError as iterate_file."""
+    with _naming_kinds():
+        return measure_groups(path)
+
+
+@contextmanager
+def _naming_kinds() -> Generator[None]:
+    """Add the accepted kinds of files to an error of a line."""
     try:
-        records = read_records(path)
+        yield
     except DataError as error:
         found = str(error)
         if isinstance(error.__cause__, TypeError) and "unexpected keyword argument" in found:
             name = found.rpartition("argument ")[2]
             found = f"{found.partition(' is not a ')[0]} is not a rollout: it has a field {name}, which rollouts do not have"
         raise DataError(f"{found}. Give a file of rollouts (step_NNNN.jsonl, examples.jsonl) or of steps") from error
-    for record in records:
-        wrong = find_wrong_type(record)
-        if wrong:
-            raise DataError(f"{path}: {describe_sample(record.sample)} has {wrong}")
-    return records
 
 
 def find_wrong_type(record: TrajectoryRecord) -> str:
@@ -167,7 +182,15 @@ def has_type(value: object, annotation: str) -> bool:
         return annotation.endswith(" | None") or annotation == "Any"
     annotation = annotation.removesuffix(" | None")
     if annotation.startswith("tuple["):
-        return isinstance(value, tuple) and all(has_type(v, annotation[6:].removesuffix(", ...]")) for v in cast("tuple[Any]", value))
+        kind = annotation[6:].removesuffix(", ...]")
+        if not isinstance(value, tuple):
+            return False
+        items, kinds = cast("tuple[Any, ...]", value), set(map(type, cast("tuple[Any, ...]", value)))
+        if kinds == {int} and kind in ("int", "float"):  # most of a file, judged as a whole
+            return min(items) >= -(2**63) and max(items) < 2**63
+        if (kinds == {float} and kind == "float") or (kinds == {str} and kind == "str"):
+            return True
+        return all(has_type(item, kind) for item in items)
     if annotation in ("int", "float"):
         number = not isinstance(value, bool) and (isinstance(value, int) or (annotation == "float" and isinstance(value, float)))
         return number and (isinstance(value, float) or -(2**63) <= cast("int", value) < 2**63)

@@ -11,7 +11,7 @@ Or a step by itself, with the sample_index and group_index of its episode: {"sys
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -81,17 +81,50 @@ def read_records(path: Path) -> list[TrajectoryRecord]:
 
     Raises: DataError naming file and line.
     """
-    records: list[TrajectoryRecord] = []
+    return list(iterate_records(path))
+
+
+def iterate_records(path: Path, groups: Collection[int] | None = None) -> Iterator[TrajectoryRecord]:
+    """Yield the records of read_records one after the other: a file of samples of any size takes the memory of one of them.
+
+    Args:
+        groups: yield the records of these groups only; None = all.
+
+    Raises: DataError naming file and line.
+    """
     single: list[StepData] = []
     for number, row in _rows(path):
+        if groups is not None and _parse(path, number, _find_group, row, "a sample") not in groups:
+            continue
         if _STEP_KEY in row:
             single.append(_parse(path, number, StepData.from_dict, row, "a step"))
         else:
-            records.append(_parse(path, number, TrajectoryRecord.from_dict, row, "a sample"))
+            yield _parse(path, number, TrajectoryRecord.from_dict, row, "a sample")
     for steps in group_steps(single):
         owner = Sample(index=steps[0].sample_index, group_index=steps[0].group_index)
-        records.append(TrajectoryRecord(sample=owner, steps=steps))
-    return records
+        yield TrajectoryRecord(sample=owner, steps=steps)
+
+
+def measure_groups(path: Path) -> dict[int, tuple[int, int]]:
+    """Return the number of samples of each group of a file, and of their tokens, without reading more of a line than that.
+
+    Raises: DataError naming file and line.
+    """
+    episodes: set[tuple[int, int]] = set()
+    found: dict[int, tuple[int, int]] = {}
+    for number, row in _rows(path):
+        group = _parse(path, number, _find_group, row, "a sample")
+        count, tokens = found.get(group, (0, 0))
+        if _STEP_KEY not in row:
+            found[group] = (count + 1, tokens + _parse(path, number, lambda row: len(row.get("tokens") or ()), row, "a sample"))
+        elif (group, episode := _parse(path, number, lambda row: int(row.get("sample_index", 0)), row, "a step")) not in episodes:
+            episodes.add((group, episode))
+            found[group] = (count + 1, tokens)
+    return found
+
+
+def _find_group(row: Mapping[str, Any]) -> int:
+    return int(row.get("group_index", 0))
 
 
 def _to_line(row: Mapping[str, Any], who: str, what: str) -> str:
@@ -113,12 +146,8 @@ def write_lines(path: Path, lines: Sequence[str], *, append: bool = False) -> in
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the JSON objects of a file, with the numbers of their lines."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read samples from {path}: {error}") from error
-    for number, line in enumerate(lines, start=1):
+    """Yield the JSON objects of a file, with the numbers of their lines, read one after the other."""
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -128,6 +157,14 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number} is not a sample: found a JSON {type(row).__name__}, expected an object")
         yield number, cast("dict[str, Any]", row)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield from file
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read samples from {path}: {error}") from error
 
 
 def _parse(path: Path, number: int, parse: Callable[[dict[str, Any]], Parsed], row: dict[str, Any], what: str) -> Parsed:

@@ -7,6 +7,8 @@ import gzip
 import json
 import math
 import re
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from integration.report.page import read_report, render
 from integration.report.rollouts import choose_rollouts, describe_record, find_columns, take_groups, to_json
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
+from integration.view.__main__ import view
+from integration.view.arguments import Arguments
 from integration.view.gradient import explain_gradient
 from rollouts.data.records import Estimate, TrajectoryRecord, UpdateRecord
-from rollouts.data.trajectories import write_records
+from rollouts.data.trajectories import iterate_records, measure_groups, read_records, write_records
 from rollouts.errors import ConfigError, DataError
 from rollouts.types import Sample, Status
 
@@ -171,10 +175,10 @@ def test_the_numbers_of_the_update_are_columns_of_the_tokens_and_colours_of_the_
 
 
 def test_whole_groups_are_taken_spread_over_the_step():
-    records = [create_record(k, k // 4, 0.0, 0.0, (0.0,)) for k in range(40)]  # 10 groups of 4 samples of 3 tokens
-    taken = take_groups(records, 36)
-    assert [r.sample.group_index for r in taken] == [0] * 4 + [3] * 4 + [6] * 4
-    assert len(take_groups(records, 1)) == 4, "one group at least" and take_groups(records, 0) == records
+    sizes = dict.fromkeys(range(10), 12)  # 10 groups of 4 samples of 3 tokens
+    assert sorted(take_groups(sizes, 36)) == [0, 3, 6]
+    assert take_groups(sizes, 1) == {0}, "one group at least"
+    assert take_groups(sizes, 0) == take_groups(sizes, 120) == set(range(10)) and take_groups({}, 5) == set()
 
 
 def test_what_was_left_out_is_said(run: Path):
@@ -257,3 +261,48 @@ def test_a_model_is_not_taken_for_a_run(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ConfigError, match="is a model, not the directory of a run"):
         read_run(tmp_path)
+
+
+# -- files of any size
+
+
+def write_large(path: Path, *, rollouts: int = 160, tokens: int = 500) -> Path:
+    """Write a run of one step of many rollouts, eight of a group."""
+    columns: dict[str, Any] = {"tokens": tuple(range(300, 300 + tokens)), "loss_mask": (0.0,) + (1.0,) * (tokens - 1)}
+    columns |= {"rollout_log_probs": tuple(-k / 7 for k in range(tokens)), "weight_versions": (1,) * tokens}
+    records = (create_record(k, k // 8, float(k % 2), None, (), **columns) for k in range(rollouts))
+    write_records(path / "rl" / "trajectories" / "step_0001.jsonl", records)
+    (path / "metrics.jsonl").write_text('{"step": 1, "stage": "rl", "reward_mean": 0.5}\n')
+    return path
+
+
+def measure_peak(work: Callable[[], object]) -> float:
+    """Return the most memory in MB that Python objects take during the work."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1] / 1e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_report_and_viewer_keep_of_a_file_only_what_they_show(tmp_path: Path):
+    run = write_large(tmp_path / "large")
+    everything = measure_peak(lambda: read_records(run / "rl" / "trajectories" / "step_0001.jsonl"))
+    for work in (
+        lambda: choose_rollouts(run, 0, max_tokens=4_000),
+        lambda: view(Arguments(path=run, limit=2), colors=False),
+        lambda: view(Arguments(path=run, list=True), colors=False),
+    ):
+        work()  # caches and imports
+        assert measure_peak(work) < everything / 4, everything
+    assert everything > 4, "the file is too small to tell"
+
+
+def test_groups_are_read_whole_wherever_their_lines_stand(tmp_path: Path):
+    path = tmp_path / "rl" / "trajectories" / "step_0003.jsonl"
+    write_records(path, [create_record(k, k % 3, 0.0, None, ()) for k in (5, 0, 1, 2, 3, 4)])
+    assert measure_groups(path) == {2: (2, 6), 0: (2, 6), 1: (2, 6)}
+    assert [r.sample.index for r in iterate_records(path, {0, 2})] == [5, 0, 2, 3]
+    (chunk,) = choose_rollouts(tmp_path, 0, max_tokens=12).chunks
+    assert [row[:2] for row in chunk.rows] == [(0, 0), (0, 3), (1, 1), (1, 4)]
