@@ -66,6 +66,7 @@ from .engines import *
 from .rewards import *
 from .generation import *
 from .agents import *
+from .gateway import *
 from .training import *
 from .asynchronous import *
 from .sft_loop import run_sft_training as run_sft_training

@@ -249,7 +249,7 @@ class OpenAIAgentPolicy:
             seed=request.seed,
             tools=self._tools,
         )
-        text = "\n".join([answer.text] * bool(answer.text) + [_write_call(call) for call in answer.tool_calls])
+        text = "\n".join([answer.text] * bool(answer.text) + [write_hermes_call(call) for call in answer.tool_calls])
         return AgentAction(
             text=text,
             was_cut=answer.finish_reason == "length",
@@ -286,7 +286,7 @@ def to_openai_messages(messages: Sequence[Message], *, with_calls: bool) -> tupl
     return (*out, *unasked)
 
 
-def _write_call(call: Mapping[str, Any]) -> str:
+def write_hermes_call(call: Mapping[str, Any]) -> str:
     """Return a call of the OpenAI form as text in Hermes' form. Arguments that are not JSON stay as they are, for the parser to refuse."""
     function: Mapping[str, Any] = call.get("function") or {}
     arguments = function.get("arguments") or "{}"

@@ -76,7 +76,7 @@ def begin_transcript(conversation: ConversationFormat | None, messages: Sequence
     tokens = conversation.tokenize_opening(rendered)
     if not tokens:
         raise DataError(f"the {len(messages)} messages of the prompt have no tokens: a model needs at least one to go on from")
-    return _append_given(Transcript(messages=tuple(messages), rendered=rendered), tokens)
+    return append_given(Transcript(messages=tuple(messages), rendered=rendered), tokens)
 
 
 def add_action(
@@ -101,18 +101,33 @@ def add_action(
         kept_tokens: sets that these tokens were drawn from; None = not recorded.
         text: text of the assistant message; None = the decoded tokens without their ending.
     """
-    actions = (*transcript.actions, len(transcript.messages))
     if conversation is None:
+        actions = (*transcript.actions, len(transcript.messages))
         return replace(transcript, messages=(*transcript.messages, Message(role="assistant", content=text or "")), actions=actions)
+    assert tokens, "an action has at least one token"
+    answer = conversation.decode_answer(tokens) if text is None else text
+    return append_sampled(transcript, tokens, log_probs, versions, routed_experts, kept_tokens, text=answer)
+
+
+def append_sampled(
+    transcript: Transcript,
+    tokens: Sequence[int],
+    log_probs: Sequence[float] | None,
+    versions: Sequence[int] | None,
+    routed_experts: RoutedExperts | None,
+    kept_tokens: KeptTokens | None,
+    *,
+    text: str,
+) -> Transcript:
+    """Append tokens that the model sampled, as one turn and one assistant message of this text. Arguments: see add_action."""
     assert tokens, "an action has at least one token"
     assert log_probs is None or len(log_probs) == len(tokens), f"{len(log_probs or ())} log_probs for {len(tokens)} tokens"
     assert versions is None or len(versions) == len(tokens), f"{len(versions or ())} versions for {len(tokens)} tokens"
     start, count = len(transcript.tokens), len(tokens)
-    answer = Message(role="assistant", content=conversation.decode_answer(tokens) if text is None else text)
     return replace(
         transcript,
-        messages=(*transcript.messages, answer),
-        actions=actions,
+        messages=(*transcript.messages, Message(role="assistant", content=text)),
+        actions=(*transcript.actions, len(transcript.messages)),
         tokens=(*transcript.tokens, *tokens),
         loss_mask=transcript.loss_mask + (1.0,) * count,
         log_probs=None if transcript.log_probs is None or log_probs is None else (*transcript.log_probs, *log_probs),
@@ -147,10 +162,10 @@ def add_messages(
             )
         tokens = conversation.tokenize_opening(found.rendered)
         branched = replace(transcript, context_starts=(*transcript.context_starts, len(transcript.tokens)), rendered=found.rendered)
-        return note_messages(_append_given(branched, tokens), messages)
+        return note_messages(append_given(branched, tokens), messages)
     last = transcript.turns[-1]
     missing = conversation.find_missing_ending(transcript.tokens[last.start : last.end])
-    extended = _append_given(transcript, conversation.tokenize(missing + found.text))
+    extended = append_given(transcript, conversation.tokenize(missing + found.text))
     num_reformatted = transcript.num_reformatted + (not found.as_sampled)
     return note_messages(replace(extended, rendered=found.rendered, num_reformatted=num_reformatted), messages)
 
@@ -187,7 +202,7 @@ def _add_kept(transcript: Transcript, found: KeptTokens | None) -> KeptTokens | 
     return None if found is None or before is None else before + found
 
 
-def _append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
+def append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
     """Append tokens that the model did not sample."""
     count = len(tokens)
     return replace(

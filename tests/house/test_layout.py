@@ -21,7 +21,7 @@ MORE_FILES = {  # folder -> how many it may hold
 
 NAMED_LIKE_THEIR_FOLDER = {"rollouts/engines/fleet/fleet.py"}  # the class that the other files of the folder are parts of
 
-ORCHESTRATION = {"generation", "agents", "training", "asynchronous", *LOOPS}  # work with any engine and any backend
+ORCHESTRATION = {"generation", "agents", "gateway", "training", "asynchronous", *LOOPS}  # work with any engine and any backend
 MAY_BE_KNOWN = {
     "rollouts.engines.protocol",
     "rollouts.backends.protocol",

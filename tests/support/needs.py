@@ -199,3 +199,9 @@ def import_path() -> list[str]:
     """Return the paths at which a bare interpreter finds this repository and the packages of this environment."""
     root = Path(__file__).parents[2]
     return [str(root), *(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))]
+
+
+OPENAI, ANTHROPIC = (
+    _need(importlib.util.find_spec(name) is not None, f"the package {name}", "pip install 'rollouts-rl[agents]'")
+    for name in ("openai", "anthropic")
+)

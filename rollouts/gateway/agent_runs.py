@@ -1,0 +1,348 @@
+"""Episodes of a user's program: it is started with a gateway's address, plays, and ends; what it sampled becomes a Sample.
+
+    generate_fn = create_agent_generate_fn("python my_agent.py", engines, tokenizer, SamplingParams(max_tokens=64), reward)
+    RolloutConfig(generate_fn=generate_fn, batch_size=8, n_samples_per_prompt=4)             # synchronous and asynchronous loops
+
+The program finds in its environment OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, which clients of these APIs
+read by themselves, and on stdin one line of JSON:
+
+    {"prompt": "37*12+5=" or [messages], "metadata": {...}, "index": 7, "sample": 0}
+
+It may report a reward: the last line of its stdout is a number, or a JSON object with "reward" (and "reason", a text). A function is given
+an AgentTask with the same values, runs in this process, and returns a number, such an object, or None.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import trio
+
+from rollouts.agents.config import OnEpisodeError
+from rollouts.checks import describe_function
+from rollouts.config import RewardConfig, check_choice, check_count, check_positive, check_setting
+from rollouts.config_files import is_number
+from rollouts.data.samples import create_pending_group, describe_sample
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import ConfigError, EpisodeError, GenerationError, locate_error, raise_single_errors, redact
+from rollouts.gateway.config import GatewayConfig
+from rollouts.gateway.processes import run_program, split_command
+from rollouts.gateway.server import Gateway, open_gateway
+from rollouts.gateway.sessions import Session
+from rollouts.generation.contract import is_finished, note_request
+from rollouts.outcomes import EpisodeOutcome, Failure, RewardDetails, StopReason
+from rollouts.rewards.evaluate import RewardFn, score_group
+from rollouts.seeds import derive_seed
+from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
+from rollouts.user_code import is_passed_on
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentTask:
+    """One run of an agent."""
+
+    openai_base_url: str  # address for clients of OpenAI's APIs
+    anthropic_base_url: str  # address for clients of Anthropic's
+    api_key: str  # any text will do: the addresses name the session
+    prompt: Prompt  # the task, and the data to judge it by
+    sample: int  # number in its group, from 0
+
+    def to_json(self) -> str:
+        """Return the line that a program gets on stdin."""
+        values = self.prompt.to_dict()
+        return json.dumps({"prompt": values["content"], "metadata": values["metadata"], "index": self.prompt.index, "sample": self.sample})
+
+
+AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[Any]]
+"""async f(task) -> None, a reward, or {"reward": number, "reason": text}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Limits of a run of an agent, and the handling of its failures."""
+
+    max_answers: int | None = None  # most answers of the model in a run; further requests are refused (403); None = no limit
+    max_tokens: int | None = None  # most sampled tokens of a run, checked before each request; None = no limit
+    timeout_s: float | None = 600.0  # seconds until a program is stopped; None = no limit
+    max_programs: int = 64  # programs that run at once
+    # a program that ends with another status than 0 or is stopped, a function that raises, a run that samples nothing or reports no reward
+    # where there is no other: raise it, run again, or mark its sample FAILED and drop its group
+    on_error: OnEpisodeError = "raise"
+    max_retries: int = 2  # further runs with on_error "retry"; after the last one the failure is raised
+    # reward of a run whose program failed or was stopped after it had sampled something: the model may be why. None = on_error decides
+    failed_reward: float | None = None
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])  # variables of programs, for instance os.environ; {} = no others
+    directory: str | None = None  # working directory of programs; None = this process's
+
+    def __post_init__(self) -> None:
+        check_positive(self, "max_programs")
+        check_count(self, "max_retries")
+        for name in ("max_answers", "max_tokens"):
+            if getattr(self, name) is not None:
+                check_positive(self, name)
+        check_choice(self, "on_error", ("raise", "retry", "drop"))
+        timeout = self.timeout_s
+        good = timeout is None or (is_number(timeout) and timeout > 0)
+        check_setting(good, "AgentConfig.timeout_s", timeout, "seconds above 0, or None for no limit")
+        reward = self.failed_reward
+        check_setting(reward is None or is_number(reward), "AgentConfig.failed_reward", reward, "a number, or None")
+
+
+class AgentFault(EpisodeError):
+    """A program of an agent failed, was stopped at its deadline, sampled nothing, or reported no reward where it should have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Report:
+    """End of a run."""
+
+    reward: float | None = None  # None = none reported
+    reason: str | None = None
+    fault: str | None = None  # description of a failure
+    was_stopped: bool = False  # at its deadline
+
+
+def create_agent_generate_fn(
+    program: str | Sequence[str] | AgentFunction,
+    engines: Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    params: SamplingParams,
+    reward_fn: RewardFn | None = None,
+    *,
+    config: AgentConfig | None = None,
+    gateway: GatewayConfig | None = None,
+    num_greedy: int = 0,
+) -> AgentGenerateFn:
+    """Create the generate function of a user's program, for RolloutConfig.generate_fn.
+
+    Args:
+        program: a command, whose text is split as a shell does; or an async function of an AgentTask. See the module's docstring.
+        engines: at least one. The prompt with index i goes to engine i % len(engines).
+        tokenizer: the engines' tokenizer.
+        params: sampling of all answers, whatever programs ask for; max_tokens is the most of each answer.
+        reward_fn: Sample -> reward of finished runs; None = the program reports it, or RolloutConfig.reward_fn gives it.
+        config: limits of a run; None = AgentConfig().
+        gateway: chat template, parser of calls, limits of requests, and the seed of sampling, keyed by prompt, sample and the tokens before
+            an answer; its params, sampling and begins_sessions are set here.
+        num_greedy: greedy runs in addition to the n of each call; the same as RolloutConfig.n_baseline_samples.
+
+    Returns: async generate_fn(prompt, n, partial=()) -> Group.
+    Raises: ConfigError if there is no engine, or no command.
+    """
+    return AgentGenerateFn(
+        program if callable(program) else split_command(program),
+        tuple(engines),
+        tokenizer,
+        reward_fn,
+        config=config or AgentConfig(),
+        gateway=replace(gateway or GatewayConfig(), params=params, sampling="fixed", begins_sessions=False),
+        num_greedy=num_greedy,
+    )
+
+
+class AgentGenerateFn:
+    """Generate function of a user's program. Made by create_agent_generate_fn."""
+
+    gives_turns = False  # no states and rewards of single turns
+
+    def __init__(
+        self,
+        program: tuple[str, ...] | AgentFunction,
+        engines: tuple[InferenceEngine, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        reward_fn: RewardFn | None,
+        *,
+        config: AgentConfig,
+        gateway: GatewayConfig,
+        num_greedy: int,
+    ) -> None:
+        if not engines:
+            raise ConfigError("there are no engines to sample with (found 0): pass at least one")
+        self._program, self._engines, self._tokenizer, self._reward_fn = program, engines, tokenizer, reward_fn
+        self._config, self._gateway, self._num_greedy = config, gateway, num_greedy
+        self._limiter = trio.CapacityLimiter(config.max_programs)
+        self._counts: Counter[str] = Counter()
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        """Return the group of a prompt; see generation/contract.py. Unfinished runs of `partial` are begun anew."""
+        group = list(partial or create_pending_group(prompt, n, num_baseline=self._num_greedy))
+        engine = self._engines[prompt.index % len(self._engines)]
+        async with open_gateway(engine, self._tokenizer, self._gateway) as gateway:
+
+            async def run(k: int) -> None:
+                group[k] = await self._run(gateway, prompt, k, group[k])
+
+            with raise_single_errors():
+                async with trio.open_nursery() as nursery:
+                    for k, sample in enumerate(group):
+                        if sample.status in (Status.PENDING, Status.ABORTED):
+                            nursery.start_soon(run, k)
+        scored = tuple(group)
+        if self._reward_fn is None or not is_finished(scored):
+            return scored
+        open_places = [k for k, sample in enumerate(scored) if sample.reward is None and sample.status is not Status.FAILED]
+        judged = await score_group(tuple(scored[k] for k in open_places), self._reward_fn, RewardConfig())
+        for k, sample in zip(open_places, judged or (), strict=True):
+            group[k] = sample
+        return tuple(group)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call: runs that failed and dropped their groups, and runs that ended well after failed ones."""
+        names = ("num_episodes_failed_infrastructure", "num_episodes_retried", "num_agents_failed", "num_agents_stopped")
+        taken = {name: self._counts[name] for name in names}
+        self._counts.clear()
+        return taken
+
+    async def _run(self, gateway: Gateway, prompt: Prompt, k: int, pending: Sample) -> Sample:
+        """Return the sample of one run, and of further ones if it failed and they are wished."""
+        config = self._config
+        blank = create_pending_group(prompt, k + 1)[k]
+        pending = replace(blank, index=pending.index, group_index=pending.group_index, trainable=pending.trainable)
+        for attempt in range(config.max_retries + 1):
+            try:
+                sample = await self._run_once(gateway, prompt, k, pending)
+            except AgentFault as fault:
+                if config.on_error == "raise" or (config.on_error == "retry" and attempt == config.max_retries):
+                    raise
+                _logger.warning("%s, run %d: %s", describe_sample(pending), attempt + 1, fault)
+                if config.on_error == "retry":
+                    continue
+                self._counts["num_episodes_failed_infrastructure"] += 1
+                outcome = EpisodeOutcome(stop_reason=StopReason.ERROR, failure=Failure.INFRASTRUCTURE, error=redact(str(fault)))
+                return replace(pending, status=Status.FAILED, episode=outcome)
+            self._counts["num_episodes_retried"] += attempt > 0
+            return sample
+        raise AssertionError("unreachable: the last run returns or raises")
+
+    async def _run_once(self, gateway: Gateway, prompt: Prompt, k: int, pending: Sample) -> Sample:
+        base, config = self._gateway.params, self._config
+        session = gateway.open_session(
+            seed=derive_seed(self._gateway.seed, prompt.index, k),
+            params=base if pending.trainable else base.new(greedy=True, top_p=1.0, top_k=0, min_p=0.0),
+            max_answers=config.max_answers,
+            max_tokens=config.max_tokens,
+            note_request=partial(contextvars.copy_context().run, note_request),  # the ids of the rollout, so that it can be aborted alone
+            is_interruptible=True,
+        )
+        task = AgentTask(
+            openai_base_url=gateway.url(session.key),
+            anthropic_base_url=gateway.url(session.key, api="anthropic"),
+            api_key=session.key if gateway.config.token is None else gateway.config.token,
+            prompt=prompt,
+            sample=k,
+        )
+        reports: list[_Report] = []
+        async with self._limiter:
+            with raise_single_errors():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_cancel_when_stopped, session, nursery.cancel_scope)
+                    reports.append(await self._play(task))
+                    nursery.cancel_scope.cancel()
+        report = reports[0] if reports else _Report(fault="it was interrupted")
+        reason = StopReason.ERROR if report.fault else StopReason.MAX_TURNS if session.is_spent else StopReason.AGENT
+        samples = gateway.take_samples(session.key, pending=pending, stop_reason=reason)
+        if session.is_interrupted:
+            return pending
+        if session.failure is not None:
+            raise session.failure
+        return self._finish(samples, report, pending)
+
+    def _finish(self, samples: Sequence[Sample], report: _Report, pending: Sample) -> Sample:
+        """Return the sample of a run with its reward. Raises AgentFault."""
+        what = describe_sample(pending)
+        if not samples:
+            raise AgentFault(
+                f"the agent of {what} sampled nothing: {report.fault or 'it ended without a request'}. It must send its requests to "
+                "OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
+            )
+        (sample,) = samples
+        outcome = sample.episode
+        assert outcome is not None, "the sample of a session has an outcome"
+        if report.fault is not None:
+            if self._config.failed_reward is None:
+                raise AgentFault(f"the agent of {what} failed: {report.fault}")
+            self._counts["num_agents_stopped" if report.was_stopped else "num_agents_failed"] += 1
+            outcome = replace(outcome, failure=Failure.POLICY, error=redact(report.fault))
+            reason = StopReason.MAX_TURNS if report.was_stopped else StopReason.AGENT
+            outcome = replace(outcome, stop_reason=reason, environment_reward=self._config.failed_reward)
+            status = Status.TRUNCATED if report.was_stopped else Status.COMPLETED
+            return replace(sample, reward=self._config.failed_reward, status=status, episode=outcome)
+        if report.reward is None:
+            return sample  # a reward function judges it
+        details = None if report.reason is None else RewardDetails(reason=report.reason)
+        return replace(sample, reward=report.reward, reward_details=details, episode=replace(outcome, environment_reward=report.reward))
+
+    async def _play(self, task: AgentTask) -> _Report:
+        """Run the program or the function to its end."""
+        program, config = self._program, self._config
+        if callable(program):
+            return await self._call(program, task)
+        environment = {
+            **config.environment,
+            "OPENAI_BASE_URL": task.openai_base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": task.anthropic_base_url,
+            "ANTHROPIC_API_KEY": task.api_key,
+        }
+        result = await run_program(
+            program, f"{task.to_json()}\n".encode(), environment=environment, directory=config.directory, timeout_s=config.timeout_s
+        )
+        if result.status == 0:
+            return _read_report(result.last_line)
+        end = result.stderr.strip()[-1000:]
+        if result.status is None:
+            return _Report(fault=f"it ran longer than {config.timeout_s:g} s (timeout_s); the end of its stderr: {end!r}", was_stopped=True)
+        return _Report(fault=f"it ended with exit status {result.status}; the end of its stderr: {end!r}")
+
+    async def _call(self, function: AgentFunction, task: AgentTask) -> _Report:
+        timeout_s = self._config.timeout_s
+        with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+            try:
+                return _take_report(await function(task), describe_function(function))
+            except GenerationError:
+                raise
+            except (Exception, SystemExit) as error:  # an error in the user's function
+                if is_passed_on(error):
+                    raise
+                return _Report(fault=f"{describe_function(function)} raised {type(error).__name__} ({locate_error(error)}): {error}")
+        return _Report(fault=f"{describe_function(function)} ran longer than {timeout_s:g} s (timeout_s)", was_stopped=True)
+
+
+async def _cancel_when_stopped(session: Session, scope: trio.CancelScope) -> None:
+    await session.has_stopped.wait()
+    scope.cancel()
+
+
+def _read_report(line: str) -> _Report:
+    """Return the report in a program's last line; none if the line is neither a number nor an object with a reward."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return _Report()
+    if isinstance(value, dict) and "reward" not in value:
+        return _Report()
+    return _take_report(value, "the agent's last line") if isinstance(value, (int, float, dict)) else _Report()
+
+
+def _take_report(value: Any, where: str) -> _Report:
+    if value is None:
+        return _Report()
+    values = cast("dict[str, Any]", value) if isinstance(value, dict) else {"reward": value}
+    reward, reason = values.get("reward"), values.get("reason")
+    number = float(reward) if isinstance(reward, (bool, int, float)) else None
+    if number is None or not math.isfinite(number) or not (reason is None or isinstance(reason, str)):
+        return _Report(fault=f"{where} reports {value!r:.200}, expected a finite number, or an object with reward, and reason as a text")
+    return _Report(reward=number, reason=reason)

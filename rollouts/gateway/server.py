@@ -1,0 +1,423 @@
+"""A gateway: an HTTP server over an inference engine that speaks the APIs of chat programs, and records what was sampled, by session.
+
+async with open_gateway(engine, tokenizer) as gateway:
+    client = openai.OpenAI(base_url=gateway.url("task-7"), api_key="any")     # any program, in any process
+    ...
+    (sample,) = gateway.take_samples("task-7")
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from itertools import count
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import h11
+import trio
+
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import (
+    ConfigError,
+    DataError,
+    EngineContextError,
+    EngineError,
+    EngineRequestError,
+    EngineTimeout,
+    raise_single_errors,
+    redact,
+)
+from rollouts.gateway.config import GatewayConfig
+from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
+from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
+from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
+from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
+from rollouts.gateway.formats import Formats, check_usable
+from rollouts.gateway.refusals import Refusal, parse_body
+from rollouts.gateway.requests import Answered, GatewayRequest, Reply
+from rollouts.gateway.samples import Rows, answers_to_samples
+from rollouts.gateway.sampling import check_temperature, choose_params, choose_seeds, sample_whole
+from rollouts.gateway.sessions import Plan, Session, plan_messages, plan_text
+from rollouts.outcomes import StopReason
+from rollouts.types import Completion, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DIALECTS: Mapping[str, Dialect] = MappingProxyType({
+    "/v1/chat/completions": OPENAI_CHAT,
+    "/v1/completions": OPENAI_COMPLETIONS,
+})  # fmt: skip
+"""Dialects by the end of their paths."""
+
+_KEY = re.compile(r"[A-Za-z0-9_.~-]{1,200}")
+_logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """State of a gateway: its sessions, its formats and its places for requests. Made by open_gateway."""
+
+    def __init__(self, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: GatewayConfig) -> None:
+        """Args: see open_gateway."""
+        self.config = config
+        self.port = config.port
+        self._engines = tuple(engines)
+        self._tokenizer = tokenizer
+        self._formats = Formats(tokenizer, config)
+        self._sessions: dict[str, Session] = {}
+        self._limiter = trio.CapacityLimiter(config.max_in_flight)
+        self._numbers = count()  # for sessions without a key
+        self._request_numbers = count()
+        self._name = uuid4().hex[:8]  # in ids of requests: an engine may serve several gateways
+        self._counts: Counter[str] = Counter()
+        if self._formats.uses_chat:
+            check_usable(self._formats)
+
+    def url(self, session: str | None = None, *, api: str = "openai") -> str:
+        """Return the base address for a client: of OpenAI's (with /v1) or Anthropic's (api="anthropic", without).
+
+        Args:
+            session: key of a session; None = the API key that the client sends names its session.
+        """
+        if session is not None:
+            check_key(session)
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        path = "" if session is None else f"/sessions/{session}"
+        return f"http://{host}:{self.port}{path}" + ("/v1" if api == "openai" else "")
+
+    def open_session(self, key: str | None = None, *, engine: InferenceEngine | None = None, **options: Any) -> Session:
+        """Begin a session.
+
+        Args:
+            key: its name: letters, digits and _ . ~ -, at most 200; None = "session-N".
+            engine: engine of its answers; None = the gateway's, in turn.
+            options: see Session: seed, params, max_answers, max_tokens, note_request, is_interruptible.
+
+        Raises: ConfigError for another key, or one that is taken.
+        """
+        number = next(self._numbers)
+        key = f"session-{number}" if key is None else key
+        check_key(key)
+        if key in self._sessions:
+            raise ConfigError(f"the gateway has a session {key!r} already: take_samples ends it, or choose another key")
+        options.setdefault("seed", int.from_bytes(key.encode(), "big"))
+        session = Session(key=key, engine=self._engines[number % len(self._engines)] if engine is None else engine, **options)
+        self._sessions[key] = session
+        return session
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """Open sessions by key."""
+        return MappingProxyType(self._sessions)
+
+    def take_samples(
+        self, session: str, *, pending: Sample | None = None, rows: Rows = "session", stop_reason: StopReason | None = None
+    ) -> tuple[Sample, ...]:
+        """End a session and return its samples; () if it has no answer.
+
+        Requests in flight are cancelled and refused (410). The key is free again afterwards.
+
+        Args:
+            session: key of the session.
+            pending: sample to fill, with prompt, indices and metadata; None = an empty one.
+            rows: "session" = one sample of all contexts; "contexts" = one of each.
+            stop_reason: end of the session; None = MAX_TURNS if a request was refused because a limit was reached, else AGENT.
+
+        Raises: ConfigError if there is no such session.
+        """
+        found = self._sessions.pop(session, None)
+        if found is None:
+            raise ConfigError(f"the gateway has no session {session!r}; open ones are {sorted(self._sessions)[:20]}")
+        found.close()
+        self._counts.update(found.counts)
+        reason = stop_reason or (StopReason.MAX_TURNS if found.is_spent else StopReason.AGENT)
+        return answers_to_samples(tuple(found.answers.values()), pending, rows=rows, stop_reason=reason)
+
+    def count(self) -> Mapping[str, int]:
+        """Return counts over all sessions: num_requests, num_cancelled, num_undelivered, num_refused, num_sessions, num_in_flight."""
+        total = Counter(self._counts)
+        for session in self._sessions.values():
+            total.update(session.counts)
+        total["num_sessions"] = len(self._sessions)
+        total["num_in_flight"] = self._limiter.borrowed_tokens
+        return dict(total)
+
+    # -- requests
+
+    async def serve(self, stream: trio.SocketStream) -> None:
+        """Answer the requests of a connection until it ends."""
+        connection = Connection(stream, self.config.max_body_bytes)
+        try:
+            while not connection.is_over:
+                try:
+                    request = await connection.receive()
+                except Refusal as refusal:
+                    if connection.can_answer():
+                        await connection.send(_refuse(refusal, write_openai_refusal))
+                    return
+                if request is None:
+                    return
+                async with connection.cancel_when_client_leaves():
+                    answer = await self._handle(request)
+                    if isinstance(answer, HTTPEvents):
+                        await connection.send_events(answer)
+                    else:
+                        await connection.send(answer)
+        except (h11.LocalProtocolError, h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client has left
+        finally:
+            connection.close()
+
+    async def _handle(self, http: HTTPRequest) -> HTTPResponse | HTTPEvents:
+        """Return the answer to one HTTP request."""
+        key, path = _split_path(http.path)
+        dialect = DIALECTS.get(path)
+        write = write_openai_refusal if dialect is None else dialect.write_refusal
+        session: Session | None = None
+        try:
+            key = self._authorize(http, key)
+            if dialect is None:
+                return self._answer_other(http, path)
+            if http.method != "POST":
+                raise Refusal(405, f"{path} takes POST, not {http.method}", code="method_not_allowed")
+            request = dialect.read(parse_body(http.body))
+            session = self._find_session(key)
+            plan, params = self._plan(session, request)
+            if request.is_dry:
+                return HTTPResponse(body=dump({"input_tokens": len(plan.tokens)}).encode())
+            if request.stream:
+                return HTTPEvents(
+                    produce=partial(self._stream, dialect, session, request, plan, params),
+                    refuse=partial(_refuse, write=write),
+                    describe=dialect.write_late_refusal,
+                )
+            answered = await self._answer(session, request, plan, params)
+            body = dump(dialect.write(request, answered)).encode()
+            return HTTPResponse(body=body, on_failure=partial(session.forget, answered.replies))
+        except Refusal as refusal:
+            (self._counts if session is None else session.counts)["num_refused"] += 1
+            return _refuse(refusal, write)
+
+    def _authorize(self, http: HTTPRequest, key: str | None) -> str:
+        """Return the key of the request's session. Raises Refusal (401) without the token."""
+        headers = http.headers
+        given = headers.get("authorization", "")
+        secret = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
+        token = self.config.token
+        if token is not None:
+            shown, _, rest = secret.partition(":")
+            if not hmac.compare_digest(shown.encode(), token.encode()):
+                raise Refusal(
+                    401, "the API key is not the gateway's token (or the token, a colon and a session's key)", code="invalid_api_key"
+                )
+            secret = rest
+        if key is None:
+            key = secret if _KEY.fullmatch(secret) else "default"
+        return key
+
+    def _find_session(self, key: str) -> Session:
+        """Return a session, begun if need be. Raises Refusal (404)."""
+        session = self._sessions.get(key)
+        if session is None:
+            if not self.config.begins_sessions:
+                raise Refusal(404, f"there is no session {key!r}: it has ended, or was never begun", code="session_not_found")
+            if not _KEY.fullmatch(key):
+                raise Refusal(404, f"{key[:50]!r} is no key of a session: letters, digits and _ . ~ -", code="session_not_found")
+            session = self.open_session(key)
+        return session
+
+    def _answer_other(self, http: HTTPRequest, path: str) -> HTTPResponse:
+        if http.method == "GET" and path == "/v1/models":
+            model = {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "rollouts"}
+            return HTTPResponse(body=dump({"object": "list", "data": [model]}).encode())
+        if http.method == "GET" and path in ("/health", "/v1/health"):
+            return HTTPResponse(body=dump({"status": "ok", **self.count()}).encode())
+        raise Refusal(404, f"{http.method} {path[:100]} is nothing that this gateway serves: {', '.join(DIALECTS)}", code="not_found")
+
+    def _plan(self, session: Session, request: GatewayRequest) -> tuple[Plan, SamplingParams]:
+        """Return prompt and sampling of a request, everything checked that can be before it is sent."""
+        try:
+            if request.prompt is not None:
+                conversation = self._formats.text_format
+                plan = plan_text(session, conversation, request.prompt)
+            else:
+                root, conversation = self._formats.find(request.tools)
+                plan = plan_messages(session, conversation, root, request.messages, show=self._formats.show)
+        except DataError as error:
+            where = "messages" if request.prompt is None else "prompt"
+            raise Refusal(400, f"{where}: {error}", param=where, code="invalid_value") from None
+        if not plan.tokens:
+            raise Refusal(400, "messages: they have no tokens, and a model needs one to go on from", param="messages", code="invalid_value")
+        eos: Any = self._tokenizer.eos_token_id
+        params = choose_params(self.config, session.params or self.config.params, request.wishes, conversation.end_of_turn, eos)
+        if not request.is_dry:
+            self._check_limits(session, request.wishes.n)
+            check_temperature(session, params)
+        return plan, params
+
+    def _check_limits(self, session: Session, n: int) -> None:
+        if session.max_answers is not None and len(session.answers) + session.num_in_flight + n > session.max_answers:
+            session.is_spent = True
+            raise Refusal(403, f"the session has had its {session.max_answers} answers", code="session_limit_reached")
+        if session.max_tokens is not None and session.num_sampled >= session.max_tokens:
+            session.is_spent = True
+            raise Refusal(403, f"the session has had its {session.max_tokens} sampled tokens", code="session_limit_reached")
+        waiting = self._limiter.statistics().tasks_waiting
+        if waiting and waiting + n > self.config.max_waiting:
+            raise Refusal(429, f"{waiting} requests are waiting already (max_waiting); try again later", code="too_many_requests")
+
+    async def _answer(self, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams) -> Answered:
+        """Sample and record the answers to a request. Raises Refusal."""
+        session.counts["num_requests"] += 1
+        name = f"{session.key}-{self._name}-{next(self._request_numbers)}"
+        seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
+        found: list[Any] = [None] * len(seeds)
+
+        async def sample(k: int) -> None:
+            async with self._limiter:
+                found[k] = await sample_whole(session, plan.tokens, params.new(seed=seeds[k]), f"{name}-{k}")
+
+        scope = trio.CancelScope()
+        if self.config.timeout_s is not None:
+            scope.deadline = trio.current_time() + self.config.timeout_s
+        session.enter(scope)
+        done = False
+        try:
+            with _refuse_engine_errors(session), scope:
+                if len(seeds) == 1:
+                    await sample(0)
+                else:
+                    with raise_single_errors():
+                        async with trio.open_nursery() as nursery:
+                            for k in range(len(seeds)):
+                                nursery.start_soon(sample, k)
+                done = True
+        except trio.Cancelled:
+            session.counts["num_cancelled"] += 1
+            raise
+        finally:
+            session.leave(scope)
+        if session.is_closed:
+            raise Refusal(410, "the session has ended", code="session_ended")
+        if not done:
+            raise Refusal(504, f"there was no answer within {self.config.timeout_s:g} s (timeout_s)", code="timeout")
+        replies = tuple(self._record(session, request, plan, completion) for completion in found)
+        return Answered(id=name, created=int(time.time()), replies=replies)
+
+    def _record(self, session: Session, request: GatewayRequest, plan: Plan, completion: Completion) -> Reply:
+        conversation = self._formats.text_format if request.prompt is not None else self._formats.find(request.tools)[1]
+        text = conversation.decode_answer(completion.output_tokens)
+        answer = session.record(plan, completion, text)
+        reply = self._formats.write_reply(request, completion, text, answer.number)
+        session.note_reply(plan, answer, reply)
+        return reply
+
+    async def _stream(
+        self, dialect: Dialect, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams, send: SendText
+    ) -> None:
+        """Send an answer as events; comments while there is none yet, so that clients and proxies keep the connection."""
+        sending = trio.Lock()  # a comment is sent whole or not at all
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_ping, send, self.config.ping_s, sending)
+                answered = await self._answer(session, request, plan, params)
+                async with sending:
+                    nursery.cancel_scope.cancel()
+        try:
+            await send("".join(f"{event}\n\n" for event in dialect.write_events(request, answered)))
+        except BaseException:
+            session.forget(answered.replies)
+            raise
+
+
+@asynccontextmanager
+async def open_gateway(
+    engine: InferenceEngine | Sequence[InferenceEngine],
+    tokenizer: PreTrainedTokenizerBase,
+    config: GatewayConfig | None = None,
+    **settings: Any,
+) -> AsyncGenerator[Gateway]:
+    """Serve an engine until the block ends; requests in flight are then cancelled.
+
+    Args:
+        engine: any InferenceEngine, a fleet included; or several, whose sessions take turns.
+        tokenizer: the engine's.
+        config: settings; None = GatewayConfig(**settings).
+        settings: fields of GatewayConfig, instead of config.
+
+    Raises: ConfigError for settings that cannot be used, such as an address that is taken; DataError for a chat template that cannot.
+    """
+    assert config is None or not settings, "pass a config or settings, not both"
+    config = config or GatewayConfig(**settings)
+    engines: Sequence[InferenceEngine] = engine if isinstance(engine, Sequence) else (engine,)
+    if not engines:
+        raise ConfigError("the gateway was given no engine: pass at least one")
+    gateway = Gateway(engines, tokenizer, config)
+    try:
+        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=4096)
+    except OSError as error:
+        raise ConfigError(f"the gateway cannot listen on {config.host}, port {config.port}: {error}. Choose another port, or 0") from error
+    gateway.port = listeners[0].socket.getsockname()[1]
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(trio.serve_listeners, gateway.serve, listeners, handler_nursery=nursery))
+            _logger.info("the gateway listens on %s", gateway.url())
+            yield gateway
+            nursery.cancel_scope.cancel()
+
+
+def check_key(key: str) -> None:
+    """Raise ConfigError for what cannot be a session's key."""
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{key!r:.100} is no key of a session: letters, digits and _ . ~ -, at most 200")
+
+
+class _refuse_engine_errors:  # a context manager reads as a verb
+    """Context manager that turns the errors of an engine into refusals, and notes those that are not the request's fault."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, EngineError):
+            return
+        text = redact(str(error))
+        if isinstance(error, EngineContextError):
+            raise Refusal(400, text, param="messages", code="context_length_exceeded") from None
+        if isinstance(error, EngineRequestError):
+            raise Refusal(400, text, code="invalid_request") from None
+        self._session.note_failure(error)
+        status = 504 if isinstance(error, EngineTimeout) else 502
+        raise Refusal(status, f"the engine failed: {text}", code="engine_error") from None
+
+
+async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:
+    while True:
+        await trio.sleep(interval_s)
+        async with sending:
+            await send(": waiting for the engine\n\n")
+
+
+def _split_path(path: str) -> tuple[str | None, str]:
+    """Return the key of a path's session, None without one, and the path behind it."""
+    if path.startswith("/sessions/"):
+        key, slash, rest = path[len("/sessions/") :].partition("/")
+        return key, slash + rest
+    return None, path
+
+
+def _refuse(refusal: Refusal, write: Callable[[Refusal], Mapping[str, Any]]) -> HTTPResponse:
+    headers = (("retry-after", "1"),) if refusal.status == 429 else ()
+    headers += (("allow", "POST"),) if refusal.status == 405 else ()
+    return HTTPResponse(status=refusal.status, body=dump(write(refusal)).encode(), headers=headers)

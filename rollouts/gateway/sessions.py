@@ -1,0 +1,276 @@
+"""Sessions of a gateway: each answer recorded with its tokens as sampled, and found again where a request's history extends it.
+
+A session is a tree of answers. A request whose messages begin with the history of an answer, that answer included as the client got it,
+goes on behind the answer's own tokens: only the messages behind it are tokenized. Of several such answers the one with the longest history
+counts. A request whose history is another (edited, shortened, of another sub-agent), or is rewritten by the chat template, begins a
+context of its own; several requests that extend the same answer (retries, n, sub-agents) are branches behind it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+import trio
+
+from rollouts.chat.formats import ConversationFormat, Rewriting
+from rollouts.engines.protocol import InferenceEngine
+from rollouts.errors import EngineError
+from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
+from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """One answer of the engine, and how its prompt came about."""
+
+    number: int  # place in the order of the session's answers
+    parent: Answer | None  # answer whose history the request extended; None = none
+    begins_context: bool  # whether its prompt does not begin with the parent's context: no parent, or a rewritten history
+    given: tuple[int, ...]  # tokens of the prompt, behind the parent's context if it goes on from that
+    added: tuple[Message, ...]  # messages of the request behind the parent's history; all of them without a parent
+    messages: tuple[Message, ...]  # whole history as the template gets it, this answer last, with its text as sampled
+    text: str  # text as sampled, without its ending
+    prompt_text: str  # text of a plain prompt; "" for messages
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    versions: tuple[int, ...]
+    routed_experts: RoutedExperts | None
+    kept_tokens: KeptTokens | None
+    was_cut: bool  # whether it reached its token budget
+    temperature: float
+    truncated_sampling: bool
+    log_prob_kind: LogProbKind
+
+    def collect_context(self) -> tuple[int, ...]:
+        """Return all tokens of its context: its prompt and its own."""
+        parts: list[tuple[int, ...]] = []
+        answer: Answer | None = self
+        while answer is not None:
+            parts += (answer.tokens, answer.given)
+            answer = None if answer.begins_context else answer.parent
+        return tuple(token for part in reversed(parts) for token in part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Prompt of a request, before it is sent to the engine."""
+
+    parent: Answer | None
+    begins_context: bool
+    given: tuple[int, ...]
+    added: tuple[Message, ...]
+    messages: tuple[Message, ...]  # whole history as the template gets it
+    tokens: tuple[int, ...]  # the whole prompt
+    path: tuple[MessageKey, ...] = ()  # the request's messages as keys
+    root: str = ""  # conversations with other tools are not compared
+    prompt_text: str = ""  # text of a plain prompt
+
+
+class _Place:
+    """A place in the tree of histories: what was said next, and the newest answer that ends here."""
+
+    __slots__ = ("answer", "children")
+
+    def __init__(self) -> None:
+        self.children: dict[MessageKey, _Place] = {}
+        self.answer: Answer | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """Answers of one session, and the requests that it waits for. Made by Gateway.open_session, or by a session's first request."""
+
+    key: str
+    engine: InferenceEngine
+    seed: int = 0
+    max_answers: int | None = None  # most answers; further requests are refused (403); None = no limit
+    max_tokens: int | None = None  # most sampled tokens, checked before each request; None = no limit
+    note_request: Callable[[str], Any] | None = None  # called with the id of each request to the engine
+    params: SamplingParams | None = None  # sampling where a request says nothing; None = the gateway's
+    is_interruptible: bool = False  # whether an aborted request ends the session; False = the gateway sends it again with its tokens
+    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+    counts: Counter[str] = field(default_factory=Counter[str])  # num_requests, num_cancelled, num_undelivered, num_refused
+    temperature: float | None = None  # temperature of its log-probs, chosen by the first request
+    is_closed: bool = False
+    is_interrupted: bool = False  # whether the engine was told to abort one of its requests
+    has_stopped: trio.Event = field(default_factory=trio.Event)  # set when it is interrupted or its engine fails: no answer will come
+    is_spent: bool = False  # whether a request was refused because a limit was reached
+    failure: EngineError | None = None  # first error of the engine
+    _roots: dict[str, _Place] = field(default_factory=dict[str, _Place])
+    _scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
+    _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
+    _num_answers: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens that are recorded."""
+        return sum(len(answer.tokens) for answer in self.answers.values())
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of requests that have no answer yet."""
+        return len(self._scopes)
+
+    def enter(self, scope: trio.CancelScope) -> None:
+        """Note a request in flight, which close() cancels."""
+        self._scopes.add(scope)
+
+    def leave(self, scope: trio.CancelScope) -> None:
+        """Note the end of a request in flight."""
+        self._scopes.discard(scope)
+
+    def close(self) -> None:
+        """Refuse further requests, and cancel those in flight."""
+        self.is_closed = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    def interrupt(self) -> None:
+        """Note that the engine was told to abort one of its requests."""
+        self.is_interrupted = True
+        self.has_stopped.set()
+
+    def note_failure(self, error: EngineError) -> None:
+        """Note an error of the engine; the first one counts."""
+        self.failure = error if self.failure is None else self.failure
+        self.has_stopped.set()
+
+    def take_seed_keys(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return the keys of a request's seed: session, prompt, and how many requests had this prompt before.
+
+        They depend on the order of equal requests alone, so sub-agents that run at the same time get the same seeds in every run.
+        """
+        digest = blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+        number = self._asked[digest]
+        self._asked[digest] += 1
+        return (self.seed, int.from_bytes(digest, "big"), number)
+
+    def find(self, root: str, path: Sequence[MessageKey]) -> tuple[Answer | None, int]:
+        """Return the answer with the longest history that the path begins with, and the number of messages of that history."""
+        place = self._roots.get(root)
+        found, depth = None, 0
+        for k, key in enumerate(path):
+            place = None if place is None else place.children.get(key)
+            if place is None:
+                break
+            if place.answer is not None:
+                found, depth = place.answer, k + 1
+        return found, depth
+
+    def find_text(self, prompt: str | Sequence[int]) -> Answer | None:
+        """Return the answer to a plain prompt that this longer prompt begins with, that answer included; the longest one."""
+        found, longest = None, 0
+        for answer in self.answers.values():
+            if answer.messages:
+                continue
+            if isinstance(prompt, str):
+                whole: Sequence[Any] = answer.prompt_text + answer.text if answer.prompt_text else ""
+                fits = bool(whole) and prompt.startswith(str(whole))
+            else:
+                whole = answer.collect_context()
+                fits = tuple(prompt[: len(whole)]) == whole
+            if fits and len(whole) >= longest and len(prompt) > len(whole):
+                found, longest = answer, len(whole)
+        return found
+
+    def record(self, plan: Plan, completion: Completion, text: str) -> Answer:
+        """Record a completion, exactly as it was sampled."""
+        message = (Message(role="assistant", content=text),) if plan.messages else ()
+        answer = Answer(
+            number=self._num_answers,
+            parent=plan.parent,
+            begins_context=plan.begins_context,
+            given=plan.given,
+            added=plan.added,
+            messages=(*plan.messages, *message),
+            text=text,
+            prompt_text=plan.prompt_text,
+            tokens=completion.output_tokens,
+            log_probs=completion.output_log_probs,
+            versions=completion.output_versions,
+            routed_experts=completion.routed_experts,
+            kept_tokens=completion.kept_tokens,
+            was_cut=completion.finish_reason == "length",
+            temperature=completion.temperature,
+            truncated_sampling=completion.truncated_sampling,
+            log_prob_kind=completion.log_prob_kind,
+        )
+        self._num_answers += 1
+        self.answers[answer.number] = answer
+        return answer
+
+    def note_reply(self, plan: Plan, answer: Answer, reply: Reply) -> None:
+        """Remember a reply as the client gets it, so that its history is recognised."""
+        if not plan.messages:
+            return
+        place = self._roots.setdefault(plan.root, _Place())
+        for key in (*plan.path, make_key(reply_message(reply))):
+            place = place.children.setdefault(key, _Place())
+        place.answer = answer
+
+    def forget(self, replies: Sequence[Reply]) -> None:
+        """Leave out answers that could not be sent: no program has seen them."""
+        for reply in replies:
+            if self.answers.pop(reply.number, None) is not None:
+                self.counts["num_undelivered"] += 1
+
+
+def plan_messages(
+    session: Session, conversation: ConversationFormat, root: str, messages: Sequence[Message], *, show: Callable[[Message], Message]
+) -> Plan:
+    """Return the prompt of a conversation: behind the tokens of the answer that it extends, or anew.
+
+    Args:
+        root: name of the format; conversations of different ones are not compared.
+        messages: history in the client's form, the last one not an assistant's.
+        show: turns a message that was not sampled here into what the format is to render.
+
+    Raises: DataError if the template refuses the messages.
+    """
+    path = tuple(map(make_key, messages))
+    parent, depth = session.find(root, path)
+    if parent is not None and parent.number not in session.answers:  # it was never delivered
+        parent, depth = None, 0
+    if parent is None:
+        shown = tuple(map(show, messages))
+        tokens = conversation.tokenize_opening(conversation.open(shown))
+        return Plan(parent=None, begins_context=True, given=tokens, added=shown, messages=shown, tokens=tokens, path=path, root=root)
+    added = tuple(map(show, messages[depth:]))
+    plan = Plan(
+        parent=parent,
+        begins_context=False,
+        given=(),
+        added=added,
+        messages=(*parent.messages, *added),
+        tokens=(),
+        path=path,
+        root=root,
+    )
+    found = conversation.extend(conversation.open(parent.messages[:-1]), parent.messages, added)
+    if isinstance(found, Rewriting):
+        tokens = conversation.tokenize_opening(found.rendered)
+        return replace(plan, begins_context=True, given=tokens, tokens=tokens)
+    given = conversation.tokenize(conversation.find_missing_ending(parent.tokens) + found.text)
+    return replace(plan, given=given, tokens=(*parent.collect_context(), *given))
+
+
+def plan_text(session: Session, conversation: ConversationFormat, prompt: str | tuple[int, ...]) -> Plan:
+    """Return the prompt of a plain text, or of tokens: behind the tokens of the answer that it extends, or anew.
+
+    Raises: DataError for a text without tokens.
+    """
+    parent, text = session.find_text(prompt), prompt if isinstance(prompt, str) else ""
+    if parent is None:
+        tokens = conversation.tokenize_opening(prompt) if isinstance(prompt, str) else prompt
+        return Plan(parent=None, begins_context=True, given=tokens, added=(), messages=(), tokens=tokens, prompt_text=text)
+    context = parent.collect_context()
+    if isinstance(prompt, str):
+        given = conversation.tokenize(prompt[len(parent.prompt_text) + len(parent.text) :])
+    else:
+        given = prompt[len(context) :]
+    return Plan(parent=parent, begins_context=False, given=given, added=(), messages=(), tokens=(*context, *given), prompt_text=text)

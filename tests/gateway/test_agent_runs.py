@@ -1,0 +1,226 @@
+"""Programs of users as episodes: real processes and functions, their rewards, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import textwrap
+from collections import Counter
+
+import httpx
+import pytest
+import trio
+from ledgers import LedgerEngine, list_sampled, list_trained
+
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config import RolloutConfig
+from rollouts.data.prompts import DataBuffer
+from rollouts.errors import ConfigError, EngineError
+from rollouts.gateway import AgentConfig, create_agent_generate_fn
+from rollouts.gateway.agent_runs import AgentFault
+from rollouts.gateway.processes import run_program
+from rollouts.generation.manager import AsyncRolloutManager
+from rollouts.testing import FakeEngine, random_answer
+from rollouts.types import Prompt, SamplingParams, Status
+
+TOKENIZER = create_char_tokenizer()
+PARAMS = SamplingParams(max_tokens=6)
+PROMPT = Prompt(content="1+1=", index=3, metadata={"ground_truth": "2"})
+
+PROGRAM = """
+    import json, os, sys, urllib.request
+
+    def ask(messages):
+        body = json.dumps({"model": "any", "messages": messages, "temperature": 0}).encode()
+        head = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
+        return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+
+    task = json.loads(sys.stdin.readline())
+"""
+
+
+@pytest.fixture
+def write_program(tmp_path):
+    """Write a program that begins with PROGRAM; returns the command."""
+
+    def write(text):
+        path = tmp_path / "agent.py"
+        path.write_text(textwrap.dedent(PROGRAM) + textwrap.dedent(text))
+        return [sys.executable, str(path)]
+
+    return write
+
+
+def create(program, engine=None, reward_fn=None, **config):
+    engine = LedgerEngine(random_answer(mean_length=3)) if engine is None else engine
+    settings = AgentConfig(environment={"PATH": os.environ.get("PATH", "")}, **config)
+    return engine, create_agent_generate_fn(program, [engine], TOKENIZER, PARAMS, reward_fn, config=settings)
+
+
+async def ask(task, text, client):
+    answer = await client.post(f"{task.openai_base_url}/chat/completions", json={"messages": [{"role": "user", "content": text}]})
+    return answer.json()["choices"][0]["message"]["content"] if answer.status_code == 200 else answer.status_code
+
+
+async def test_a_program_becomes_a_group_with_the_rewards_that_it_reports(write_program):
+    command = write_program("""
+        first = ask([{"role": "user", "content": task["prompt"]}])
+        messages = [{"role": "user", "content": task["prompt"]}, {"role": "assistant", "content": first}]
+        ask([*messages, {"role": "user", "content": "again"}])
+        print("done")
+        print(json.dumps({"reward": task["sample"] + 0.5, "reason": task["metadata"]["ground_truth"]}))
+    """)
+    engine, generate = create(command)
+    group = await generate(PROMPT, 3)
+    assert [sample.reward for sample in group] == [0.5, 1.5, 2.5]
+    assert [(sample.index, sample.group_index, sample.status) for sample in group] == [(9 + k, 3, Status.COMPLETED) for k in range(3)]
+    assert all(sample.reward_details.reason == "2" and len(sample.turns) == 2 and sample.prompt == "1+1=" for sample in group)
+    assert Counter(turn for sample in group for turn in list_trained(sample)) == Counter(list_sampled(engine.ledger))
+    assert len({sample.tokens for sample in group}) == 3, "the runs of a group sample differently"
+    again = await generate(PROMPT, 3)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in group]
+
+
+async def test_a_reward_function_judges_what_the_program_does_not(write_program):
+    command = write_program('ask([{"role": "user", "content": "x"}]); print("bye")')
+    _, generate = create(command, reward_fn=lambda sample: float(sample.metadata["ground_truth"]))
+    assert [sample.reward for sample in await generate(PROMPT, 2)] == [2.0, 2.0]
+
+
+async def test_a_function_is_an_agent_too():
+    async def agent(task):
+        async with httpx.AsyncClient() as client:
+            return {"reward": len(await ask(task, task.prompt.content, client))}
+
+    _, generate = create(agent)
+    (sample,) = await generate(PROMPT, 1)
+    assert sample.reward == len(sample.messages[1].content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ask([{'role': 'user', 'content': 'x'}]); sys.exit('bad luck')", "exit status 1.*bad luck"),
+        ("pass", "sampled nothing"),
+        ("ask([{'role': 'user', 'content': 'x'}]); print('{\"reward\": \"much\"}')", "expected a finite number"),
+        ("ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 2 s"),
+    ],
+)
+async def test_failures_are_raised_dropped_or_scored(write_program, text, message):
+    command = write_program(text)
+    with pytest.raises(AgentFault, match=message):
+        await create(command, timeout_s=2)[1](PROMPT, 1)
+    _, generate = create(command, timeout_s=2, on_error="drop", failed_reward=-1.0)
+    (sample,) = await generate(PROMPT, 1)
+    if "nothing" in message:
+        assert (sample.status, sample.reward) == (Status.FAILED, None)
+        assert generate.take_counts()["num_episodes_failed_infrastructure"] == 1
+    else:
+        assert sample.reward == -1.0
+        assert sample.status is (Status.TRUNCATED if "longer" in message else Status.COMPLETED)
+        assert len(sample.turns) == 1
+
+
+async def test_a_failed_run_is_begun_again_with_nothing_of_it_left():
+    attempts = []
+
+    async def agent(task):
+        attempts.append(task.openai_base_url)
+        async with httpx.AsyncClient() as client:
+            await ask(task, "x", client)
+        if len(attempts) == 1:
+            raise ValueError("once")
+        return 1.0
+
+    engine, generate = create(agent, on_error="retry")
+    (sample,) = await generate(PROMPT, 1)
+    assert len(attempts) == len(set(attempts)) == 2
+    assert len(sample.turns) == 1
+    assert len(engine.ledger) == 2
+    assert generate.take_counts()["num_episodes_retried"] == 1
+
+
+async def test_limits_truncate_a_run():
+    async def agent(task):
+        async with httpx.AsyncClient() as client:
+            while await ask(task, "x", client) != 403:
+                pass
+        return 1.0
+
+    _, generate = create(agent, max_answers=3)
+    (sample,) = await generate(PROMPT, 1)
+    assert (len(sample.turns), sample.status, sample.reward) == (3, Status.TRUNCATED, 1.0)
+
+
+async def test_an_aborted_run_is_pending_and_begun_anew():
+    async def agent(task):
+        async with httpx.AsyncClient(timeout=60) as client:
+            for _ in range(3):
+                await ask(task, "x", client)
+        return 1.0
+
+    engine, generate = create(agent, FakeEngine(random_answer(mean_length=3), seconds_per_token=0.02))
+    groups = []
+
+    async def run():
+        groups.append(await generate(PROMPT, 2))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        while len(engine.pending_requests) < 2:
+            await trio.sleep(0.005)
+        await engine.abort()
+    assert [sample.status for sample in groups[0]] == [Status.PENDING] * 2
+    assert [sample.status for sample in await generate(PROMPT, 2, groups[0])] == [Status.COMPLETED] * 2
+
+
+async def test_errors_of_the_engine_are_raised_as_they_are():
+    async def agent(task):
+        async with httpx.AsyncClient() as client:
+            await ask(task, "x", client)
+        await trio.sleep_forever()
+
+    _, generate = create(agent, FakeEngine(error_for=lambda prompt, seed: EngineError("dead")))
+    with trio.fail_after(10), pytest.raises(EngineError, match="dead"):
+        await generate(PROMPT, 2)
+
+
+async def test_the_rollout_manager_makes_batches_of_runs(write_program):
+    command = write_program('ask([{"role": "user", "content": task["prompt"]}]); print(1 if task["sample"] else 0)')
+    engine, generate = create(command)
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=2, generate_fn=generate)
+    async with AsyncRolloutManager(DataBuffer([PROMPT, PROMPT]), config, engines=[engine]) as manager:
+        batch = await manager.generate_batch()
+    assert batch.rewards == [0.0, 1.0, 0.0, 1.0]
+
+
+async def test_nothing_of_a_program_is_left(tmp_path):
+    script = tmp_path / "parent.sh"
+    script.write_text("sleep 1000 & echo $! > child; sleep 1000")
+    with trio.move_on_after(30) as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lambda: run_program(["sh", str(script)], b"", environment=os.environ, directory=str(tmp_path)))
+            while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text().strip():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    child = int((tmp_path / "child").read_text())
+    with trio.fail_after(10):
+        while os.path.exists(f"/proc/{child}") and "Z" not in open(f"/proc/{child}/stat").read().split()[2]:  # noqa: SIM115
+            await trio.sleep(0.01)
+
+
+async def test_a_program_that_is_not_there_is_a_mistake_of_the_command():
+    with pytest.raises(ConfigError, match="no-such-program"):
+        await create(["no-such-program"])[1](PROMPT, 1)
+    with pytest.raises(ConfigError, match="close its quotes"):
+        create("python 'a")
+
+
+async def test_programs_get_the_variables_that_they_are_given_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_MINE", "x")
+    result = await run_program([sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"], b"", environment={"A": "1"})
+    found = json.loads(result.last_line)
+    assert found["A"] == "1" and "SECRET_OF_MINE" not in found

@@ -1,0 +1,438 @@
+"""The gateway over real sockets: what clients get, what is recorded, and that a session's samples are what the engine sampled."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import httpx
+import pytest
+import torch
+import trio
+from chat_templates import CHATML, QWEN3, create_tokenizer, encode
+from ledgers import LedgerEngine, check_same, list_sampled, list_trained
+
+from rollouts.backends import create_pytorch_backend
+from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.data.collate import collate_samples
+from rollouts.engines import InProcessEngine
+from rollouts.errors import ConfigError, DataError, EngineContextError, EngineError
+from rollouts.gateway import GatewayConfig, open_gateway
+from rollouts.testing import FakeEngine, create_tiny_model, random_answer, script_answer
+from rollouts.types import SamplingParams, Status
+
+TOKENIZER = create_char_tokenizer()
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {"e": {"type": "string"}}}}}]
+TOOL_CHATML = "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}" + CHATML
+
+
+def say(text):
+    """Character tokens of a text and the end of text."""
+    return (*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+async def ask(client, url, messages, **more):
+    """POST a chat completion; returns status and JSON."""
+    answer = await client.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more})
+    return answer.status_code, answer.json()
+
+
+async def chat(client, url, messages, **more):
+    status, body = await ask(client, url, messages, **more)
+    assert status == 200, body
+    return [choice["message"] for choice in body["choices"]]
+
+
+async def test_history_that_extends_an_answer_goes_on_behind_its_tokens():
+    engine = LedgerEngine(random_answer())
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        messages = [user("one")]
+        for text in ("two", "three", "four"):
+            messages += [*await chat(client, gateway.url("a"), messages), user(text)]
+        await chat(client, gateway.url("a"), messages)
+        (sample,) = gateway.take_samples("a")
+    assert sample.context_starts == ()
+    assert len(sample.turns) == 4
+    assert [sample.messages[k].role for k in sample.action_messages] == ["assistant"] * 4
+    assert [message.role for message in sample.messages] == ["user", "assistant"] * 4
+    check_same(sample, engine.ledger)
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3])
+async def test_text_that_tokenizes_differently_is_never_tokenized_again(template):
+    """The answer's tokens are single characters of a text that the tokenizer would merge, and an unusual ending."""
+    tokenizer = create_tokenizer(template)
+    text = "<think>\nhm\n</think>\n\nyes" if template is QWEN3 else "yes"
+    answer = (*encode(tokenizer, text), tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    engine = LedgerEngine(script_answer(answer))
+    async with open_gateway(engine, tokenizer) as gateway, httpx.AsyncClient() as client:
+        (reply,) = await chat(client, gateway.url("a"), [user("hi")])
+        assert reply["content"] == text
+        await chat(client, gateway.url("a"), [user("hi"), reply, user("more")])
+        (sample,) = gateway.take_samples("a")
+    check_same(sample, engine.ledger)
+    assert len(sample.context_starts) == (1 if template is QWEN3 else 0)  # Qwen3 drops the thoughts of earlier turns
+
+
+async def test_other_histories_begin_contexts_and_equal_ones_branch():
+    engine = LedgerEngine(random_answer())
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url = gateway.url("a")
+        (first,) = await chat(client, url, [user("one")])
+        whole = [user("one"), first, user("two")]
+        await chat(client, url, whole)
+        await chat(client, url, whole)  # a retry: a branch
+        await chat(client, url, [user("one"), assistant("edited"), user("two")])  # an edited history: anew
+        await chat(client, url, [user("short: one, two")])  # compaction: anew
+        replies = await chat(client, url, [user("one")], n=3)  # further answers to the first question: anew
+        await chat(client, url, [user("one"), replies[1], user("five")])  # goes on behind one of them
+        (sample,) = gateway.take_samples("a")
+    check_same(sample, engine.ledger)
+    assert len(sample.turns) == 9
+    assert len(sample.context_starts) == 6
+    contexts = [sample.tokens[a:b] for a, b in zip((0, *sample.context_starts), (*sample.context_starts, len(sample.tokens)), strict=True)]
+    assert len(set(contexts)) == len(contexts)
+
+
+async def test_contexts_can_be_samples_of_their_own():
+    engine = LedgerEngine(random_answer())
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), [user("one")], n=2)
+        samples = gateway.take_samples("a", rows="contexts")
+    assert len(samples) == 2
+    assert Counter(turn for sample in samples for turn in list_trained(sample)) == Counter(list_sampled(engine.ledger))
+
+
+async def test_calls_of_tools_are_found_and_their_results_follow_the_sampled_tokens():
+    tokenizer = create_tokenizer(TOOL_CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = encode(tokenizer, 'so <tool_call>\n{"name": "calc",   "arguments": {"e": "1+1"}}\n</tool_call>')
+    engine = LedgerEngine(lambda prompt, seed: (*(call if len(engine.ledger) == 0 else encode(tokenizer, "2")), end))
+    async with open_gateway(engine, tokenizer) as gateway, httpx.AsyncClient() as client:
+        status, body = await ask(client, gateway.url("a"), [user("1+1")], tools=TOOLS)
+        assert status == 200
+        assert body["choices"][0]["finish_reason"] == "tool_calls"
+        reply = body["choices"][0]["message"]
+        assert reply["content"] == "so"
+        (found,) = reply["tool_calls"]
+        assert json.loads(found["function"]["arguments"]) == {"e": "1+1"}
+        found["function"]["arguments"] = '{"e":"1+1"}'  # a program that writes the JSON anew
+        result = {"role": "tool", "tool_call_id": found["id"], "content": "2"}
+        (answer,) = await chat(client, gateway.url("a"), [user("1+1"), reply, result], tools=TOOLS)
+        assert answer["content"] == "2"
+        (sample,) = gateway.take_samples("a")
+    assert sample.context_starts == ()
+    check_same(sample, engine.ledger)
+
+
+async def test_tools_that_a_template_does_not_show_are_refused():
+    async with open_gateway(FakeEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        status, body = await ask(client, gateway.url("a"), [user("1+1")], tools=TOOLS)
+    assert (status, body["error"]["param"]) == (400, "tools")
+
+
+async def test_stop_strings_end_the_text_and_stay_in_the_tokens():
+    engine = LedgerEngine(script_answer(say("abc#")))
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        (reply,) = await chat(client, gateway.url("a"), [user("x")], stop=["#"])
+        assert reply["content"] == "abc"
+        await chat(client, gateway.url("a"), [user("x"), reply, user("y")])
+        (sample,) = gateway.take_samples("a")
+    assert sample.context_starts == ()
+    check_same(sample, engine.ledger)
+
+
+async def test_plain_prompts_go_on_behind_what_they_begin_with():
+    engine = LedgerEngine(random_answer())
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url('a')}/completions"
+        first = (await client.post(url, json={"prompt": "abc", "logprobs": 0, "return_token_ids": True})).json()["choices"][0]
+        assert len(first["logprobs"]["tokens"]) == len(first["token_ids"])
+        await client.post(url, json={"prompt": "abc" + first["text"] + "def"})
+        await client.post(url, json={"prompt": [5, 6, 7]})
+        assert (await client.post(url, json={"prompt": ["a", "b"]})).status_code == 400
+        (sample,) = gateway.take_samples("a")
+    assert len(sample.context_starts) == 1
+    check_same(sample, engine.ledger)
+
+
+async def test_streams_have_the_answer_in_events():
+    async with open_gateway(LedgerEngine(script_answer(say("hello"))), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        body = {"messages": [user("x")], "stream": True, "stream_options": {"include_usage": True}}
+        text = (await client.post(f"{gateway.url('a')}/chat/completions", json=body)).text
+    assert text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"]) == "hello"
+    assert events[-1]["usage"]["completion_tokens"] == 6
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_slow_streams_have_comments_and_errors_in_them():
+    def error_for(prompt, seed):
+        return EngineError("it broke") if prompt[-1] == 5 else None
+
+    engine = FakeEngine(script_answer((5, 1)), seconds_per_token=0.15, error_for=error_for)
+    async with open_gateway(engine, TOKENIZER, ping_s=0.05) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url('a')}/completions"
+        good = (await client.post(url, json={"prompt": [6], "stream": True})).text
+        bad = await client.post(url, json={"prompt": [5], "stream": True})
+    assert good.startswith(": waiting") and "[DONE]" in good
+    assert bad.status_code == 200
+    assert "it broke" in bad.text and "[DONE]" not in bad.text
+
+
+async def test_log_probs_are_the_trainers_over_all_contexts():
+    model = create_tiny_model()
+    engine = InProcessEngine(model, TOKENIZER)
+    async with open_gateway(engine, TOKENIZER, params=SamplingParams(max_tokens=8)) as gateway, httpx.AsyncClient() as client:
+        url = gateway.url("a")
+        (first, second) = await chat(client, url, [user("one")], n=2)
+        await chat(client, url, [user("one"), first, user("two")])
+        await chat(client, url, [user("one"), second, user("two")])
+        await chat(client, url, [user("one"), assistant("edited"), user("two")])
+        (sample,) = gateway.take_samples("a")
+    backend = create_pytorch_backend(model, lr=0.0, tokenizer=TOKENIZER)
+    found = await backend.forward(collate_samples([sample]), lambda outputs: outputs.log_probs).result()
+    mask = torch.tensor(sample.loss_mask)
+    assert mask.sum() > 5
+    torch.testing.assert_close(found[0] * mask, torch.tensor(sample.rollout_log_probs), atol=1e-5, rtol=0)
+
+
+async def test_new_weights_under_a_request_are_recorded_token_by_token():
+    engine = FakeEngine(script_answer((5, 6, 7, 1)), seconds_per_token=0.05)
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client, trio.open_nursery() as nursery:
+        nursery.start_soon(chat, client, gateway.url("a"), [user("x")])
+        while not engine.pending_requests:
+            await trio.sleep(0.01)
+        await trio.sleep(0.1)
+        await engine.update_weights({}, 1)
+        await engine.abort()  # as a weight sync may: the request is sent again with its tokens
+        while gateway.sessions["a"].num_in_flight:
+            await trio.sleep(0.01)
+        (sample,) = gateway.take_samples("a")
+    versions = [version for version in sample.weight_versions if version >= 0]
+    assert versions == sorted(versions) and {0, 1} == set(versions)
+
+
+async def test_equal_requests_have_other_seeds_and_a_run_has_the_same_ones():
+    seeds = []
+    for _ in range(2):
+        engine = FakeEngine()
+        async with open_gateway(engine, TOKENIZER, seed=3) as gateway, httpx.AsyncClient() as client:
+            for key in ("a", "b"):
+                await chat(client, gateway.url(key), [user("x")])
+                await chat(client, gateway.url(key), [user("x")], n=2)
+            await chat(client, gateway.url("a"), [user("x")], seed=7)
+        seeds.append([call.arguments["params"].seed for call in engine.calls])
+        seeds[-1][1:3] = sorted(seeds[-1][1:3])  # those of n = 2, in any order
+        seeds[-1][4:6] = sorted(seeds[-1][4:6])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 7
+    assert seeds[0][-1] == 7
+
+
+async def test_fixed_sampling_is_the_gateways_whatever_is_asked_for():
+    engine = FakeEngine()
+    params = SamplingParams(max_tokens=5, temperature=0.7)
+    async with open_gateway(engine, TOKENIZER, params=params, sampling="fixed") as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), [user("x")], temperature=0, top_p=0.1, seed=1, max_tokens=3, stop="#")
+        await chat(client, gateway.url("a"), [user("y")], max_tokens=300)
+    used = [call.arguments["params"] for call in engine.calls]
+    assert [(p.temperature, p.top_p, p.max_tokens, p.stop) for p in used] == [(0.7, 1.0, 3, ("#",)), (0.7, 1.0, 5, ())]
+    assert used[0].seed != 1
+
+
+async def test_one_session_has_one_temperature():
+    async with open_gateway(FakeEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), [user("x")], temperature=0.5)
+        status, body = await ask(client, gateway.url("a"), [user("x")], temperature=0.6)
+        assert (status, body["error"]["param"]) == (400, "temperature")
+        await chat(client, gateway.url("b"), [user("x")], temperature=0.6)
+        assert gateway.take_samples("a")[0].temperature == 0.5
+
+
+async def test_sessions_are_named_by_path_or_api_key_and_end():
+    async with open_gateway(LedgerEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), [user("x")])
+        client.headers["authorization"] = "Bearer b"
+        await chat(client, gateway.url(), [user("x")])
+        await chat(client, gateway.url(), [user("y")])
+        assert set(gateway.sessions) == {"a", "b"}
+        assert len(gateway.take_samples("b")[0].turns) == 2
+        with pytest.raises(ConfigError, match="no session 'b'"):
+            gateway.take_samples("b")
+        gateway.open_session("b")
+        with pytest.raises(ConfigError, match="already"):
+            gateway.open_session("b")
+        with pytest.raises(ConfigError, match="no key"):
+            gateway.url("a/b")
+        assert gateway.take_samples("b") == ()
+
+
+async def test_requests_in_flight_end_with_their_session():
+    engine = FakeEngine(seconds_per_token=60.0)
+    found = []
+
+    async def request(client, url):
+        found.append(await ask(client, url, [user("x")]))
+
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client, trio.open_nursery() as nursery:
+        nursery.start_soon(request, client, gateway.url("a"))
+        while not engine.pending_requests:
+            await trio.sleep(0.01)
+        assert gateway.take_samples("a") == ()
+    assert found[0][0] == 410
+    assert not engine.pending_requests
+
+
+async def test_a_token_is_demanded_where_there_is_one():
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0"):
+        GatewayConfig(host="0.0.0.0")
+    async with open_gateway(FakeEngine(), TOKENIZER, token="secret") as gateway, httpx.AsyncClient() as client:
+        assert (await ask(client, gateway.url("a"), [user("x")]))[0] == 401
+        client.headers["authorization"] = "Bearer secrets"
+        assert (await ask(client, gateway.url("a"), [user("x")]))[0] == 401
+        assert not gateway.sessions
+        client.headers["authorization"] = "Bearer secret"
+        assert (await ask(client, gateway.url("a"), [user("x")]))[0] == 200
+        client.headers["authorization"] = "Bearer secret:b"
+        assert (await ask(client, gateway.url(), [user("x")]))[0] == 200
+        assert set(gateway.sessions) == {"a", "b"}
+
+
+async def test_too_many_requests_wait_or_are_refused_and_late_ones_end():
+    engine = FakeEngine(seconds_per_token=60.0)
+    found = []
+
+    async def request(client, url):
+        found.append((await ask(client, url, [user("x")]))[0])
+
+    async with (
+        open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=3, timeout_s=0.5) as gateway,
+        httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client,
+    ):
+        async with trio.open_nursery() as nursery:
+            for k in range(8):
+                nursery.start_soon(request, client, gateway.url(f"s{k}"))
+            while len(found) < 3:
+                await trio.sleep(0.01)
+            assert len(engine.pending_requests) == 2
+    assert Counter(found) == {429: 3, 504: 5}
+
+
+async def test_a_client_that_leaves_cancels_its_request_and_nothing_is_recorded():
+    engine = LedgerEngine(random_answer(), seconds_per_token=0.2)
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        with trio.move_on_after(0.1):
+            await chat(client, gateway.url("a"), [user("x")])
+        with trio.fail_after(5):
+            while engine.pending_requests:
+                await trio.sleep(0.01)
+        assert gateway.count()["num_cancelled"] == 1
+        assert gateway.take_samples("a") == ()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineContextError("too long"), 400, "context_length_exceeded"),
+        (EngineError("dead"), 502, "engine_error"),
+    ],
+)
+async def test_errors_of_engines_are_answers(error, status, code):
+    async with open_gateway(FakeEngine(error_for=lambda prompt, seed: error), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        found, body = await ask(client, gateway.url("a"), [user("x")])
+    assert (found, body["error"]["code"]) == (status, code)
+
+
+async def test_limits_of_a_session_are_kept():
+    async with open_gateway(FakeEngine(script_answer((5, 6, 1))), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        gateway.open_session("a", max_answers=2)
+        gateway.open_session("b", max_tokens=4)
+        found = [(await ask(client, gateway.url(key), [user("x")]))[0] for key in "aaabbb"]
+        assert found == [200, 200, 403] * 2
+        assert gateway.take_samples("a")[0].status is Status.TRUNCATED
+
+
+async def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
+    with pytest.raises(DataError, match="generation prompt"):
+        async with open_gateway(FakeEngine(), create_tokenizer("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}")):
+            pass
+
+
+async def leave(client, url, messages, chance):
+    """Ask, and hang up at some time of the request."""
+    with trio.move_on_after(0.01 + chance.random() * 0.02):
+        answer = client.stream("POST", f"{url}/chat/completions", json={"messages": messages}, timeout=60)
+        async with answer:
+            pass
+
+
+async def play(client, url, chance, got):
+    """A program that retries, edits its history, branches and hangs up at random. got: texts that it received."""
+    messages = [user(f"q{chance.randrange(10)}")]
+    for _ in range(chance.randint(1, 4)):
+        if chance.random() < 0.25:  # leaves early, and asks again
+            await leave(client, url, messages, chance)
+        replies = await chat(client, url, messages, n=2 if chance.random() < 0.1 else 1)
+        got += [reply["content"] for reply in replies]
+        if chance.random() < 0.15:
+            messages = [user("edited"), *messages[1:]]
+        messages = [*messages, chance.choice(replies), user(f"u{chance.randrange(10)}")]
+        if chance.random() < 0.2:
+            async with trio.open_nursery() as nursery:  # sub-agents
+                for k in range(2):
+                    nursery.start_soon(branch, client, url, [*messages[:-1], user(f"sub{k}")], got)
+
+
+async def branch(client, url, messages, got):
+    got += [reply["content"] for reply in await chat(client, url, messages)]
+
+
+async def play_sessions(num):
+    """Many sessions at once: what their programs received is trained on, once, as it was sampled for them."""
+    engine, got = LedgerEngine(random_answer(), mean_s=0.01), {f"s{k}": [] for k in range(num)}
+    places = [trio.Lock() for _ in range(16)]  # a client serves one program at a time: its own pool is slow with many
+
+    async def program(k, key):
+        async with places[k % 16]:
+            client = clients[k % 16]
+            await play(client, gateway.url(key), random.Random(key), got[key])
+
+    clients = [httpx.AsyncClient(timeout=60, verify=False) for _ in places]
+    async with open_gateway(engine, TOKENIZER) as gateway:
+        async with trio.open_nursery() as nursery:
+            for k, key in enumerate(got):
+                nursery.start_soon(program, k, key)
+        assert set(gateway.sessions) == set(got)
+        for client in clients:
+            await client.aclose()
+        counts = gateway.count()
+        for key, texts in got.items():
+            (sample,) = gateway.take_samples(key)
+            trained = Counter(list_trained(sample))
+            sampled = Counter(list_sampled(engine.ledger, f"{key}-"))
+            assert max(trained.values()) == 1, "an answer is trained on twice"
+            assert trained <= sampled, "something is trained on that the engine has not sampled for this session"
+            received = Counter(texts)
+            assert received <= Counter(sample.messages[k].content for k in sample.action_messages), "an answer is lost"
+    assert counts["num_cancelled"] > num / 20, "too few clients left early for a test of it"
+    assert not engine.pending_requests
+
+
+async def test_sessions_with_retries_branches_and_disconnects_are_complete_and_apart():
+    await play_sessions(120)
+
+
+@pytest.mark.slow
+async def test_a_thousand_sessions_with_retries_branches_and_disconnects_are_complete_and_apart():
+    await play_sessions(1000)
