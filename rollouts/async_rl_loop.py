@@ -101,7 +101,7 @@ async def run_async_rl_training(
     critic: TrainingBackend | None = None,
     pad_id: int = 0,
     evaluate: EvaluateFn | None = None,
-    checkpoint_dir: Path | None = None,
+    checkpoint_dir: Path | str | None = None,
     keep_last_n: int = 2,
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -117,7 +117,8 @@ async def run_async_rl_training(
     """Call train_async_rl with the parts as keywords; see RLParts for the parts, train_async_rl for the other arguments."""
     parts = RLParts(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
-        critic=critic, pad_id=pad_id, evaluate=evaluate, checkpoint_dir=checkpoint_dir, keep_last_n=keep_last_n,
+        critic=critic, pad_id=pad_id, evaluate=evaluate,
+        checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir), keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
         weight_channel=weight_channel, best=best, inputs=inputs,
     )  # fmt: skip

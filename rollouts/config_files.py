@@ -56,20 +56,20 @@ def from_dict(cls: type[C], data: Mapping[str, Any], **functions: Any) -> C:
     return _build(cls, data, "", functions)
 
 
-def save_config(config: Any, path: Path) -> None:
+def save_config(config: Any, path: Path | str) -> None:
     """Write a configuration as indented JSON, whole or not at all. Raises OutputError if the disk refuses it."""
-    replace_file(path, json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
+    replace_file(Path(path), json.dumps(to_dict(config), indent=2, allow_nan=False) + "\n")
 
 
-def load_config(cls: type[C], path: Path, **functions: Any) -> C:
+def load_config(cls: type[C], path: Path | str, **functions: Any) -> C:
     """Read a file of save_config. Raises ConfigError naming the file."""
     return from_dict(cls, read_json(path), **functions)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path | str) -> dict[str, Any]:
     """Read the settings of a JSON file. Raises ConfigError naming the file."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from error
     if not isinstance(data, dict):

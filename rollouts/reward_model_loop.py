@@ -89,7 +89,7 @@ async def train_reward_model(
     heldout: Sequence[PreferencePair] = (),
     pad_id: int = 0,
     start_step: int = 0,
-    checkpoint_dir: Path | None = None,
+    checkpoint_dir: Path | str | None = None,
     keep_last_n: int = 2,
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,

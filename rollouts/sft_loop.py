@@ -104,7 +104,7 @@ async def run_sft_training(
     pad_id: int = 0,
     start_step: int = 0,
     evaluate: EvaluateFn | None = None,
-    checkpoint_dir: Path | None = None,
+    checkpoint_dir: Path | str | None = None,
     keep_last_n: int = 2,
     should_stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,

@@ -187,25 +187,25 @@ class Pipeline:
         backend = require_backend_feature(self.backend, BackendFeature.RECORDS, "Pipeline.take_recorded")
         return self._submit("take_recorded", backend.take_recorded)
 
-    def save_checkpoint(self, directory: Path) -> Future[None]:
+    def save_checkpoint(self, directory: Path | str) -> Future[None]:
         """Submit the writing of all state."""
         backend = self._require_checkpoints("save_checkpoint")
-        return self._submit("save_checkpoint", lambda: backend.save_checkpoint(directory))
+        return self._submit("save_checkpoint", lambda: backend.save_checkpoint(Path(directory)))
 
-    def stage_checkpoint(self, directory: Path) -> Future[Callable[[], None]]:
+    def stage_checkpoint(self, directory: Path | str) -> Future[Callable[[], None]]:
         """Submit the copying of all state."""
         backend = require_backend_feature(self.backend, BackendFeature.STAGED_CHECKPOINTS, "Pipeline.stage_checkpoint")
-        return self._submit("stage_checkpoint", lambda: backend.stage_checkpoint(directory))
+        return self._submit("stage_checkpoint", lambda: backend.stage_checkpoint(Path(directory)))
 
-    def load_checkpoint(self, directory: Path) -> Future[None]:
+    def load_checkpoint(self, directory: Path | str) -> Future[None]:
         """Submit the restoring of all state."""
         backend = self._require_checkpoints("load_checkpoint")
-        return self._submit("load_checkpoint", lambda: backend.load_checkpoint(directory))
+        return self._submit("load_checkpoint", lambda: backend.load_checkpoint(Path(directory)))
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> Future[None]:
         """Submit the writing of the weights alone."""
         backend = self._require_checkpoints("export_weights")
-        return self._submit("export_weights", lambda: backend.export_weights(directory, dtype=dtype))
+        return self._submit("export_weights", lambda: backend.export_weights(Path(directory), dtype=dtype))
 
     def view_weights(self) -> Future[Mapping[str, Tensor]]:
         """Submit a request for the weights that are trained, which wait for earlier jobs."""

@@ -27,7 +27,7 @@ _STEP_KEY = "system_step_index"  # key that marks a line as a step
 Parsed = TypeVar("Parsed")
 
 
-def write_samples(path: Path, samples: Iterable[Sample], *, append: bool = False) -> int:
+def write_samples(path: Path | str, samples: Iterable[Sample], *, append: bool = False) -> int:
     """Write one line a sample; a missing directory is made. Returns the number of lines.
 
     Raises: DataError for a sample that JSON cannot hold, such as one with an array or a NaN in its metadata; OutputError if the disk
@@ -36,7 +36,7 @@ def write_samples(path: Path, samples: Iterable[Sample], *, append: bool = False
     return write_records(path, (TrajectoryRecord(sample=sample) for sample in samples), append=append)
 
 
-def write_records(path: Path, records: Iterable[TrajectoryRecord], *, append: bool = False) -> int:
+def write_records(path: Path | str, records: Iterable[TrajectoryRecord], *, append: bool = False) -> int:
     """Write one line a record, as write_samples. A new file appears whole or not at all, so that it can be read while a run goes on."""
     return write_lines(path, [encode_record(record) for record in records], append=append)
 
@@ -51,18 +51,18 @@ def add_update(line: str, update: UpdateRecord) -> str:
     return f'{line.rstrip()[:-1]},"update":{json.dumps(update.to_dict(), allow_nan=False, separators=(",", ":"))}}}\n'
 
 
-def write_steps(path: Path, steps: Iterable[StepData], *, append: bool = False) -> int:
+def write_steps(path: Path | str, steps: Iterable[StepData], *, append: bool = False) -> int:
     """Write one line a step, as write_samples; the steps of several episodes may stand in one file."""
     lines = [_to_line(step.to_dict(), _describe_step(step), "its observation, action and step_info") for step in steps]
     return write_lines(path, lines, append=append)
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path | str) -> list[Sample]:
     """Return the samples of a file; empty lines are skipped. Raises DataError naming file and line."""
     return [_parse(path, number, lambda row: TrajectoryRecord.from_dict(row).sample, row, "a sample") for number, row in _rows(path)]
 
 
-def read_steps(path: Path) -> list[StepData]:
+def read_steps(path: Path | str) -> list[StepData]:
     """Return the steps of a file: lines that are steps, and the steps of samples, derived from the episode where they are not written.
 
     Raises: DataError naming file and line.
@@ -76,7 +76,7 @@ def read_steps(path: Path) -> list[StepData]:
     return found
 
 
-def read_records(path: Path) -> list[TrajectoryRecord]:
+def read_records(path: Path | str) -> list[TrajectoryRecord]:
     """Return all records of a file, in its order; lines that are steps become one record for each episode, after the others.
 
     Raises: DataError naming file and line.
@@ -84,7 +84,7 @@ def read_records(path: Path) -> list[TrajectoryRecord]:
     return list(iterate_records(path))
 
 
-def iterate_records(path: Path, groups: Collection[int] | None = None) -> Iterator[TrajectoryRecord]:
+def iterate_records(path: Path | str, groups: Collection[int] | None = None) -> Iterator[TrajectoryRecord]:
     """Yield the records of read_records one after the other: a file of samples of any size takes the memory of one of them.
 
     Args:
@@ -105,7 +105,7 @@ def iterate_records(path: Path, groups: Collection[int] | None = None) -> Iterat
         yield TrajectoryRecord(sample=owner, steps=steps)
 
 
-def measure_groups(path: Path) -> dict[int, tuple[int, int]]:
+def measure_groups(path: Path | str) -> dict[int, tuple[int, int]]:
     """Return the number of samples of each group of a file, and of their tokens, without reading more of a line than that.
 
     Raises: DataError naming file and line.
@@ -134,8 +134,9 @@ def _to_line(row: Mapping[str, Any], who: str, what: str) -> str:
         raise DataError(f"{who} cannot be written as JSON: {error}. Keep {what} to JSON values.") from error
 
 
-def write_lines(path: Path, lines: Sequence[str], *, append: bool = False) -> int:
+def write_lines(path: Path | str, lines: Sequence[str], *, append: bool = False) -> int:
     """Write encoded lines, as write_records. Returns their number."""
+    path = Path(path)
     if append:
         with explain_writes(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ def write_lines(path: Path, lines: Sequence[str], *, append: bool = False) -> in
     return len(lines)
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the JSON objects of a file, with the numbers of their lines, read one after the other."""
     for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
@@ -159,15 +160,15 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, cast("dict[str, Any]", row)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path | str) -> Iterator[str]:
     try:
-        with path.open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8") as file:
             yield from file
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read samples from {path}: {error}") from error
 
 
-def _parse(path: Path, number: int, parse: Callable[[dict[str, Any]], Parsed], row: dict[str, Any], what: str) -> Parsed:
+def _parse(path: Path | str, number: int, parse: Callable[[dict[str, Any]], Parsed], row: dict[str, Any], what: str) -> Parsed:
     try:
         return parse(row)
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rollouts.checks import show_value
 from rollouts.config import check_setting
 from rollouts.data.samples import check_reward, compute_response_lengths, describe_sample
 from rollouts.errors import ConfigError, RewardError, locate_error
@@ -105,7 +106,8 @@ def load_module(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # the file is the user's: whatever is wrong in it, tell the place
         del sys.modules[name]
-        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error} ({locate_error(error)})") from error
+        install = "; install the module in this environment, or correct its name" if isinstance(error, ImportError) else ""
+        raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error} ({locate_error(error)}){install}") from error
     return module
 
 
@@ -132,10 +134,12 @@ def load_function(reference: str) -> Callable[..., Any]:
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {what}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        available = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        public = {n: value for n, value in vars(module).items() if callable(value) and not n.startswith("_")}
+        available = sorted(n for n, value in public.items() if getattr(value, "__module__", None) == module.__name__)  # not its imports
         close = difflib.get_close_matches(name, available, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(available) or 'none'}"
-        raise ConfigError(f"{location} has no function {name!r}: {hint}")
+        found = f"{name!r} in {location} is {show_value(function)} ({type(function).__name__}), no function"
+        raise ConfigError(f"{found if hasattr(module, name) else f'{location} has no function {name!r}'}: {hint}")
     return function
 
 

@@ -12,10 +12,11 @@ import trio
 
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
-from rollouts.errors import ConfigError, RewardError, locate_error
+from rollouts.data.samples import describe_sample
+from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult, StepOutput
-from rollouts.rewards.evaluate import GroupReward, Judgement, RewardFn, RewardSource, UnopenedReward, judge_samples
-from rollouts.rewards.results import EvaluateResult, describe_reward, parse_result
+from rollouts.rewards.evaluate import GroupReward, Judgement, RewardFn, RewardSource, UnopenedReward, create_failure, judge_samples
+from rollouts.rewards.results import EvaluateResult, describe_reward, name_reward, parse_result
 from rollouts.types import Sample
 
 Components: TypeAlias = "Mapping[str, tuple[Any, float]]"
@@ -146,8 +147,12 @@ class CompositeReward:
         try:
             value = function(sample)
         except (Exception, SystemExit) as error:  # the function is the user's
-            raise RewardError(f"component {name} raised {type(error).__name__}: {error} ({locate_error(error)})") from error
-        return parse_result(value, sample, f"{describe_reward(function)} (component {name})")
+            failure = create_failure(describe_reward(function), describe_sample(sample), error)
+            raise RewardError(f"component {name}: {failure}") from error
+        try:
+            return parse_result(value, sample, name_reward(function))
+        except RewardError as error:
+            raise RewardError(f"component {name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ import trio
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.data.samples import describe_sample, forget_turn_rewards
-from rollouts.errors import ConfigError, RewardError, locate_error, redact
+from rollouts.errors import ConfigError, RewardError, RolloutsError, is_own_code, locate_error, redact
 from rollouts.outcomes import RewardDetails
-from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, parse_result
+from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, is_whole, name_reward, parse_result
 from rollouts.types import Group, Sample, Status
 from rollouts.user_code import CodeBlocked, finish, interrupt_blocking, is_passed_on
 
@@ -78,7 +78,8 @@ class _Function:
     """A user's function of a sample or of several, with the answers to questions that are asked once, not for each sample."""
 
     call: Callable[[Any], Any]
-    name: str  # for messages
+    name: str  # for messages, with the place of its definition
+    short_name: str  # without it, for messages with the place where it raised
     is_async: bool
 
 
@@ -134,7 +135,7 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
 
 def score_now(group: Group, reward_fn: RewardFn) -> Group:
     """Put a reward on every sample of a group by a sync function, called here: no deadline, and the first failure is raised."""
-    name, values = describe_reward(reward_fn), judge_now(reward_fn, group)
+    name, values = name_reward(reward_fn), judge_now(reward_fn, group)
     return tuple(parse_result(value, sample, name).apply_to(sample) for sample, value in zip(group, values, strict=True))
 
 
@@ -163,7 +164,7 @@ async def judge_samples(reward_fn: RewardFn, samples: Sequence[Sample], config: 
         config = replace(config, timeout_s=None)
     if is_group_reward(reward_fn):
         return await _judge_together(reward_fn, samples, config)
-    function = _Function(reward_fn, describe_reward(reward_fn), is_async_function(reward_fn))
+    function = _Function(reward_fn, name_reward(reward_fn), describe_reward(reward_fn), is_async_function(reward_fn))
     begun = [] if function.is_async else await _call_in_turn(function, samples, config)
     if len(samples) == 1:
         return [await _judge_sample(function, samples[0], config, begun[0] if begun else None)]
@@ -252,7 +253,7 @@ async def _judge_first(function: _Function, sample: Sample, config: RewardConfig
     except BaseException as error:  # see _call
         if is_passed_on(error):
             raise
-        failure = _create_failure(name, describe_sample(sample), error)
+        failure = create_failure(function.short_name, describe_sample(sample), error)
         failure.__cause__ = error
         return Judgement(error=failure)
     if turn.waits:  # see _call_until
@@ -274,7 +275,7 @@ def judge_now(reward_fn: RewardFn, samples: Sequence[Sample]) -> list[Any]:
     check_opened(reward_fn)
     if not is_group_reward(reward_fn):
         return [reward_fn(sample) for sample in samples]
-    return check_values(reward_fn.score_samples(samples), len(samples), describe_reward(reward_fn))
+    return check_values(reward_fn.score_samples(samples), len(samples), name_reward(reward_fn))
 
 
 def is_group_reward(reward_fn: Any) -> TypeGuard[GroupReward]:
@@ -297,8 +298,8 @@ def create_unopened_error(source: object) -> ConfigError:
 async def _judge_together(reward_fn: GroupReward, samples: Sequence[Sample], config: RewardConfig) -> list[Judgement]:
     """Judge all samples in one call. All judgements come from the same call: those of two calls need not be comparable."""
     num_retries = config.max_retries if config.on_error == "retry" else 0
-    name = describe_reward(reward_fn)
-    function = _Function(reward_fn.score_samples, name, is_async_function(reward_fn.score_samples))
+    name = name_reward(reward_fn)
+    function = _Function(reward_fn.score_samples, name, describe_reward(reward_fn), is_async_function(reward_fn.score_samples))
     where = f"{len(samples)} samples of group {samples[0].group_index}"
     counting = next((k for k, sample in enumerate(samples) if sample.trainable), 0)  # metrics count this sample
     for attempt in itertools.count():
@@ -382,7 +383,7 @@ async def _call_until(
         if is_passed_on(error):
             raise
         late = deadline.cancelled_caught  # it raised when it was told to end
-        raise (_create_timeout_error(name, where, config) if late else _create_failure(name, where, error)) from error
+        raise (_create_timeout_error(name, where, config) if late else create_failure(function.short_name, where, error)) from error
     # code that blocks inside of a nursery, or shields itself, returns after its deadline without having been told of it
     is_late = is_awaited and trio.current_time() > deadline.deadline
     if deadline.cancelled_caught or outcome is None or is_late:
@@ -436,11 +437,20 @@ def _call(function: _Function, subject: Any, where: str) -> Any:
     except BaseException as error:  # the function is the user's: whatever it raises, the user's policy decides
         if is_passed_on(error):
             raise
-        raise _create_failure(function.name, where, error) from error
+        raise create_failure(function.short_name, where, error) from error
 
 
-def _create_failure(name: str, where: str, error: BaseException) -> RewardError:
-    return RewardError(f"reward function {name} raised {type(error).__name__} for {where}: {error} ({locate_error(error)})")
+def create_failure(name: str, where: str, error: BaseException) -> RewardError:
+    """Create the error for a reward function that raised: its name, the sample, the error and the line that raised it.
+
+    An error of this library that names the function already stays as it is; of others the lines in this library say nothing to the user.
+    """
+    if isinstance(error, RewardError) and is_whole(str(error)):
+        return RewardError(str(error))
+    place = locate_error(error)
+    if isinstance(error, RolloutsError) and not is_own_code(place):
+        return RewardError(f"reward function {name} failed for {where}: {error}")
+    return RewardError(f"reward function {name} raised {type(error).__name__} for {where}: {error} ({place})")
 
 
 def _create_timeout_error(name: str, where: str, config: RewardConfig, block: CodeBlocked | None = None) -> RewardError:

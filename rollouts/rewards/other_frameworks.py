@@ -20,7 +20,7 @@ from typing import Any, cast
 from rollouts.data.samples import collect_reward_data, describe_sample, find_response_start
 from rollouts.errors import ConfigError, RewardError
 from rollouts.outcomes import MetricResult
-from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
+from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, name_reward, then
 from rollouts.rewards.reward_functions import RewardFunction
 from rollouts.types import Sample
 
@@ -61,17 +61,20 @@ class CompletionsReward:
 
         def check(values: Any) -> list[EvaluateResult]:
             values = values.tolist() if hasattr(values, "tolist") else values  # a tensor or an array
-            return [self._check_one(value, samples[k]) for k, value in enumerate(check_values(values, len(samples), self.reward_name))]
+            name = name_reward(self)
+            found = check_values(values, len(samples), name)
+            return [_check_one(value, name, samples[k]) for k, value in enumerate(found)]
 
         return then(self.function(**arguments), check)
 
-    def _check_one(self, value: Any, sample: Sample) -> EvaluateResult:
-        if value is None:
-            return replace(EvaluateResult.from_error("it returned None, which says that it does not judge this sample"), abstains=True)
-        try:
-            return as_result(value, self.reward_name, describe_sample(sample))
-        except RewardError as error:
-            return EvaluateResult.from_error(str(error))
+
+def _check_one(value: Any, name: str, sample: Sample) -> EvaluateResult:
+    if value is None:
+        return replace(EvaluateResult.from_error("it returned None, which says that it does not judge this sample"), abstains=True)
+    try:
+        return as_result(value, name, describe_sample(sample))
+    except RewardError as error:
+        return EvaluateResult.from_error(str(error))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +100,14 @@ class SolutionReward:
 
     def _read(self, value: Any, *, where: str) -> EvaluateResult:
         if not isinstance(value, Mapping):
-            return as_result(value, self.reward_name, where)
+            return as_result(value, name_reward(self), where)
         found = cast("Mapping[str, Any]", value)
         if "score" not in found:
-            raise RewardError(f"reward function {self.reward_name} returned a dict without 'score' for {where}: it has {sorted(found)}")
-        score = as_result(found["score"], self.reward_name, where).score
+            raise RewardError(
+                f"reward function {name_reward(self)} returned a dict without 'score' for {where}: it has {sorted(map(str, found))}; add "
+                "'score', a number"
+            )
+        score = as_result(found["score"], name_reward(self), where).score
         numbers = {name: float(v) for name, v in found.items() if name != "score" and isinstance(v, (int, float))}
         return EvaluateResult(score, metrics={name: MetricResult(number) for name, number in numbers.items()})
 

@@ -9,12 +9,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, SupportsFloat, cast
 
 from rollouts.checks import show_value
 from rollouts.config_files import suggest
 from rollouts.data.samples import count_spoken, describe_sample, find_actions, forget_turn_rewards, sample_messages
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, RewardError, is_own_code
 from rollouts.outcomes import (
     MetricResult,
     RewardDetails,
@@ -114,14 +115,14 @@ def parse_result(value: Any, sample: Sample, name: str) -> EvaluateResult:
 
     Args:
         value: an EvaluateResult, or a finite number (float, int, bool, 0-d array or tensor).
-        name: name of the function, for messages.
+        name: name of the function, for messages; see name_reward.
 
     Raises: RewardError with the found and the expected value.
     """
     result = as_result(value, name, describe_sample(sample))
     if not result.is_valid:
         why = result.error or result.reason or "is_score_valid is False"
-        raise RewardError(f"reward function {name} gave no score for {describe_sample(sample)}: {why}")
+        raise RewardError(why if is_whole(why) else f"reward function {name} gave no score for {describe_sample(sample)}: {why}")
     return result
 
 
@@ -138,24 +139,38 @@ def as_result(value: Any, name: str, where: str) -> EvaluateResult:
         number = None
     if number is None:
         found = f"{show_value(value)} ({type(value).__name__})"
-        raise RewardError(f"reward function {name} returned {found} for {where}, expected a number or an EvaluateResult")
+        raise RewardError(f"reward function {name} returned {found} for {where}: {_advise(value)}")
     if not math.isfinite(number):
         raise RewardError(
-            f"reward function {name} returned {number} for {where}, expected a finite number: "
-            "return one, or raise and choose on_error='drop'"
+            f"reward function {name} returned {number} for {where}: return a finite number, or raise an error and choose what happens then "
+            "with on_error (--reward.on-error drop)"
         )
     return EvaluateResult(number)
+
+
+def _advise(value: Any) -> str:
+    """Return advice on what to return instead of a value that is no score."""
+    score = "a number such as 1.0, or an EvaluateResult"
+    if value is None:
+        return f"return {score}; does a return statement miss?"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return f"the function has a yield, which makes it a generator; return {score}"
+    if isinstance(value, Mapping):
+        return "return one number of it, or EvaluateResult(score, metrics={NAME: MetricResult(number)})"
+    return f"return {score}"
 
 
 def check_values(values: Any, num_samples: int, name: str) -> list[Any]:
     """Return a group function's value as a list with one entry per sample. Raises RewardError if it is something else."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
-        raise RewardError(f"reward function {name} returned {values!r:.200} ({type(values).__name__}), expected a list of {num_samples}")
+        found = f"{show_value(values)} ({type(values).__name__})"
+        raise RewardError(
+            f"reward function {name} returned {found} for {num_samples} samples: return a list of {num_samples} numbers, one for each, in "
+            "order"
+        )
     found = list(cast("Sequence[Any]", values))
     if len(found) != num_samples:
-        raise RewardError(
-            f"reward function {name} returned {len(found)} results for {num_samples} samples, expected one for each, in order"
-        )
+        raise RewardError(f"reward function {name} returned {len(found)} results for {num_samples} samples: return one for each, in order")
     return found
 
 
@@ -164,6 +179,30 @@ def describe_reward(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     return str(getattr(function, "reward_name", None) or getattr(function, "__qualname__", type(function).__name__))
+
+
+def name_reward(function: Any) -> str:
+    """Return the name of a reward function with the place of its definition, for messages: "f (FILE.py:LINE)".
+
+    The place is left out for functions of installed packages, and for objects without Python code.
+    """
+    name, inner = describe_reward(function), function
+    while inner is not None:
+        function = inner
+        parts = (function.func if isinstance(function, functools.partial) else None, *(getattr(function, a, None) for a in _INNER))
+        inner = next((part for part in parts if callable(part)), None)
+    code = getattr(function, "__code__", None) or getattr(getattr(type(function), "__call__", None), "__code__", None)  # noqa: B004
+    if not isinstance(code, CodeType) or not is_own_code(code.co_filename):
+        return name
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+_INNER = ("__wrapped__", "function")  # attributes of decorators and adapters that hold the user's function
+
+
+def is_whole(text: str) -> bool:
+    """Whether the text of an error already names the reward function that it is about, so that a caller adds nothing to it."""
+    return text.startswith(("reward function ", "component "))  # the latter in a composite
 
 
 def then(value: Any, finish: Callable[[Any], Any]) -> Any:

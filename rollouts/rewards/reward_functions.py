@@ -25,7 +25,7 @@ from rollouts.config_files import suggest
 from rollouts.data.samples import collect_reward_data, describe_sample, sample_messages
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.answers import load_function
-from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, then
+from rollouts.rewards.results import EvaluateResult, as_result, check_values, describe_reward, name_reward, then
 from rollouts.types import Message, Sample
 
 RewardMode = Literal["pointwise", "batch"]
@@ -44,7 +44,7 @@ class RewardFunction:
         """
         functools.update_wrapper(self, function)
         self._function = function
-        self._name = describe_reward(function)
+        self._name = name_reward(function)
         self._parameters = _read_parameters(function)
 
     @property

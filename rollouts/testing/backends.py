@@ -142,24 +142,24 @@ class FakeBackend:
         assert set(weights) == {"num_updates"}, f"weights have names {sorted(weights)}, expected those of get_weights: ['num_updates']"
         return self._submit("load_weights", {}, lambda: self._set_updates(int(weights["num_updates"].item())))
 
-    def save_checkpoint(self, directory: Path) -> Future[None]:
+    def save_checkpoint(self, directory: Path | str) -> Future[None]:
         """Write the number of updates."""
-        return self._submit("save_checkpoint", {"directory": directory}, lambda: self._write(directory))
+        return self._submit("save_checkpoint", {"directory": Path(directory)}, lambda: self._write(Path(directory)))
 
-    def load_checkpoint(self, directory: Path) -> Future[None]:
+    def load_checkpoint(self, directory: Path | str) -> Future[None]:
         """Read the number of updates. Raises CheckpointError, through the future, if the directory holds none."""
 
         def load() -> None:
-            path = directory / _STATE_FILE
+            path = Path(directory) / _STATE_FILE
             if not path.exists():
                 raise CheckpointError(f"{directory} has no {_STATE_FILE}: it is not a checkpoint of a FakeBackend")
             self._set_updates(json.loads(path.read_text())["num_updates"])
 
-        return self._submit("load_checkpoint", {"directory": directory}, load)
+        return self._submit("load_checkpoint", {"directory": Path(directory)}, load)
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> Future[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> Future[None]:
         """Write the number of updates."""
-        return self._submit("export_weights", {"directory": directory, "dtype": dtype}, lambda: self._write(directory))
+        return self._submit("export_weights", {"directory": Path(directory), "dtype": dtype}, lambda: self._write(Path(directory)))
 
     def _submit(self, method: str, arguments: Mapping[str, Any], job: Callable[[], T]) -> Future[T]:
         self.calls.append(Call(self.name, method, arguments))

@@ -191,7 +191,7 @@ class FakeEngine:
                 request.aborted.set()
         await trio.lowlevel.checkpoint()
 
-    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path | str) -> Mapping[str, Any]:
         """Take the version of WEIGHT_VERSION_FILE in the directory, else the old one plus 1. The directory must exist."""
         path = Path(checkpoint_path)
         self.calls.append(Call(self.name, "update_weights_from_checkpoint", {"checkpoint_path": path}))

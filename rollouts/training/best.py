@@ -106,7 +106,7 @@ def state_of(best: BestCheckpoint | None) -> dict[str, Any] | None:
     return None if best is None else best.state_dict()
 
 
-def protect(best: BestCheckpoint | None, directory: Path | None) -> tuple[Path, ...]:
+def protect(best: BestCheckpoint | None, directory: Path | str | None) -> tuple[Path, ...]:
     """Return the checkpoints that a run keeps beyond its newest ones."""
-    path = None if best is None or directory is None else best.find_checkpoint(directory)
+    path = None if best is None or directory is None else best.find_checkpoint(Path(directory))
     return () if path is None else (path,)

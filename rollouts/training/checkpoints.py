@@ -66,12 +66,12 @@ def has_checkpoints(directory: Path) -> bool:
     return bool(list_checkpoints(directory))
 
 
-def latest_checkpoint(directory: Path) -> Path | None:
+def latest_checkpoint(directory: Path | str) -> Path | None:
     """Return the newest checkpoint that verifies; None if there are no step_* directories. find_damaged lists the skipped ones.
 
     Raises: CheckpointError if there are some, but none is intact: a run must not silently start over.
     """
-    path, problems = _search_newest(directory)
+    path, problems = _search_newest(Path(directory))
     if path is None and problems:
         raise CheckpointError(
             f"no checkpoint in {directory} is intact: restore one, or start a new run directory.\n  " + "\n  ".join(problems)
@@ -141,7 +141,7 @@ def load_run_state(path: Path) -> dict[str, Any]:
 
 
 async def save_checkpoint(
-    directory: Path,
+    directory: Path | str,
     step: int,
     *,
     write: Callable[[Path], Awaitable[None]],
@@ -168,7 +168,7 @@ async def save_checkpoint(
         await write(temporary)
         return _write_nothing
 
-    complete = await stage_checkpoint(directory, step, stage=stage, run_state=run_state, keep_last_n=keep_last_n, protected=protected)
+    complete = await stage_checkpoint(Path(directory), step, stage=stage, run_state=run_state, keep_last_n=keep_last_n, protected=protected)
     return await run_shielded(complete)  # once begun, this must not be interrupted
 
 

@@ -227,13 +227,13 @@ def truncate_log(path: Path, offset: int) -> str | None:
     return problem
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     """Read the lines of a metrics file; a last line cut off by a kill is left out.
 
     Raises: DataError naming the file, or file and line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read metrics from {path}: {error}") from error
     rows: list[dict[str, Any]] = []

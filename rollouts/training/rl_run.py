@@ -152,7 +152,7 @@ class ResumePoint:
 
 
 async def restore_rl_run(
-    checkpoint: Path,
+    checkpoint: Path | str,
     backend: TrainingBackend,
     rollout_manager: RestorableRolloutSource,
     inference_engines: Sequence[InferenceEngine],
@@ -166,6 +166,7 @@ async def restore_rl_run(
     Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture, or if it has a critic and none is
         given, or the reverse.
     """
+    checkpoint = Path(checkpoint)
     state = read_run_state(checkpoint)
     if state.stage != "rl" or state.rollouts is None:
         raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected 'rl': resume it with its own stage")

@@ -318,7 +318,9 @@ class RunCheckpoints:
 
 
 @asynccontextmanager
-async def open_checkpoints(backend: TrainingBackend, directory: Path | None, keep_last_n: int) -> AsyncGenerator[RunCheckpoints | None]:
+async def open_checkpoints(
+    backend: TrainingBackend, directory: Path | str | None, keep_last_n: int
+) -> AsyncGenerator[RunCheckpoints | None]:
     """Write the checkpoints of a run beside its training; the end of the block waits for the last one, however the block ends.
 
     Yields: None without a directory.
@@ -330,7 +332,7 @@ async def open_checkpoints(backend: TrainingBackend, directory: Path | None, kee
         return
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
-            checkpoints = RunCheckpoints(backend, directory, keep_last_n, nursery)
+            checkpoints = RunCheckpoints(backend, Path(directory), keep_last_n, nursery)
             try:
                 yield checkpoints
             except BaseException as ended:

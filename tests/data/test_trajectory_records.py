@@ -181,9 +181,11 @@ def records(draw: st.DrawFn) -> TrajectoryRecord:
 def test_records_round_trip_through_a_file_and_are_samples_for_those_who_want_no_more(tmp_path_factory, written):
     path = tmp_path_factory.mktemp("records") / "step_0001.jsonl"
     assert write_records(path, written) == len(written)
-    assert read_records(path) == written
-    assert read_samples(path) == [record.sample for record in written]
-    assert read_steps(path) == [step for record in written for step in record.steps]
+    assert read_records(path) == read_records(str(path)) == written
+    assert read_samples(str(path)) == [record.sample for record in written]
+    assert read_steps(str(path)) == [step for record in written for step in record.steps]
+    assert write_records(str(path), written, append=True) == len(written)
+    assert read_records(path) == [*written, *written]
 
 
 @given(st.lists(steps(), max_size=5))

@@ -55,6 +55,27 @@ def test_the_library_offers_the_names_of_its_packages_once():
         assert all(getattr(rollouts, name) is getattr(package, name) for name in package.__all__)
 
 
+PATHS_OF_PROTOCOLS = ("InferenceEngine.", "RLParts.")  # the loops give them a Path
+
+
+def test_every_public_function_takes_a_path_as_text_too():
+    """A str where only a Path was expected ends in an AttributeError of the library's."""
+    narrow: list[str] = []
+    for package in import_packages():
+        for public in package.__all__:
+            value = getattr(package, public)
+            members = vars(value).items() if inspect.isclass(value) else [(public, value)]
+            for name, member in members:
+                function = getattr(member, "__func__", member)
+                if not inspect.isfunction(function) or (name.startswith("_") and name != "__init__"):
+                    continue
+                for parameter in inspect.signature(function).parameters.values():
+                    words = re.findall(r"\w+", str(parameter.annotation))
+                    if words[:1] == ["Path"] and "str" not in words:
+                        narrow.append(f"{public}.{name}({parameter.name})")
+    assert [name for name in narrow if not name.startswith((*PATHS_OF_PROTOCOLS, "ScriptedModel."))] == []
+
+
 def test_no_public_name_is_hidden_by_a_module_of_the_same_name():
     """`from rollouts import x` gives the module x as soon as anything has imported it."""
     for package in [rollouts, *import_packages(), *(importlib.import_module(f"rollouts.{name}") for name in FACADES)]:

@@ -69,12 +69,16 @@ async def test_a_part_that_fails_fails_its_sample_only(further):
         return 1.0
 
     composite = create_composite_reward({"picky": (picky, 0.5), "further": (further, 0.5)})
-    with pytest.raises(RewardError, match=r"component picky.*raised ValueError.*: no number"):
+    with pytest.raises(
+        RewardError, match=r"^component picky: reward function .*picky raised ValueError for sample 11 [^:]*: no number \(\S+:\d+\)$"
+    ):
         await score_group(make_answers("4", "bad", metadata=TRUTH), composite, NO_DEADLINE)
     group = await score_group(make_answers("4", "bad", "5", metadata=TRUTH), composite, RewardConfig(timeout_s=None, on_error="zero"))
     assert group is not None and [bool(sample.reward_details and sample.reward_details.error) for sample in group] == [False, True, False]
     nan = create_composite_reward({"nan": (lambda sample: math.nan, 0.5), "further": (further, 0.5)})
-    with pytest.raises(RewardError, match=r"component nan\W.*returned nan"):
+    with pytest.raises(
+        RewardError, match=r"^component nan: reward function .*<lambda> \(\S+:\d+\) returned nan for [^:]*: return a finite number"
+    ):
         await score_group(make_answers("4", metadata=TRUTH), nan, NO_DEADLINE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import Counter
@@ -20,7 +21,9 @@ from rollouts.config import RewardConfig
 from rollouts.data.samples import apply_sample_transforms, sample_messages, select_trainable, with_reward
 from rollouts.errors import ConfigError, DataError, RewardError
 from rollouts.outcomes import EpisodeOutcome, MetricResult, RewardDetails, StepOutput, StopReason
+from rollouts.rewards.answers import gsm8k_reward
 from rollouts.rewards.evaluate import GroupReward, judge_samples, score_group, score_now
+from rollouts.rewards.other_frameworks import adapt_reward
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import load_reward, parse_messages, reward_function
 from rollouts.training.summaries import summarize_rewards
@@ -115,7 +118,7 @@ def test_functions_get_the_metadata_that_they_name():
 
     (sample,) = make_answers("x", metadata={"answer": 1, "unit": "km", "messages": [{"role": "assistant", "content": "x"}]})
     assert all_of_it(sample).score == with_default(sample).score == 1.0
-    with pytest.raises(RewardError, match=r"is_right needs \['ground_truth'\], but the metadata of sample 10 .* has \['answer'"):
+    with pytest.raises(RewardError, match=r"is_right \(.*:\d+\) needs \['ground_truth'\], but the metadata of sample 10 .* has \['answer'"):
         is_right(sample)
 
     @reward_function(mode="batch")
@@ -180,7 +183,9 @@ async def test_a_batch_of_another_length_fails_the_group(values, policy):
 
     group = make_answers("a", "b", "c")
     if policy is NO_DEADLINE:
-        with pytest.raises(RewardError, match=r"reward function \S*wrong returned .* expected (one for each|a list of 3)"):
+        with pytest.raises(
+            RewardError, match=r"function \S*wrong \(\S+:\d+\) returned .* return (one for each|a list of 3 numbers)"
+        ):
             await score_group(group, wrong, policy)
     else:
         assert rewards(await score_group(group, wrong, policy) or ()) == ([] if policy is DROP else [0.0] * 3)
@@ -210,7 +215,7 @@ async def test_a_batch_has_a_deadline(autojump_clock):
         await trio.sleep(60)
         return [1.0] * len(conversations)
 
-    with pytest.raises(RewardError, match=r"hang did not return within 30 s for 2 samples of group 3"):
+    with pytest.raises(RewardError, match=r"hang \(.*:\d+\) did not return within 30 s for 2 samples of group 3"):
         await score_group(make_answers("a", "b"), hang)
     assert await score_group(make_answers("a", "b"), hang, RewardConfig(on_error="drop")) is None
     assert rewards(await score_group(make_answers("a", "b"), hang, RewardConfig(timeout_s=61))) == [1.0, 1.0]
@@ -369,7 +374,7 @@ def test_numbers_beyond_floats_are_no_scores_and_end_nothing():
     assert summarize_rewards(group) == {"reward/a": 1.7e308}
     for huge in (10**400, 10**5000):  # the digits of the second are more than Python writes
         zeroed = trio.run(score_group, make_answers("a"), lambda sample, huge=huge: huge, ZERO)
-        assert "expected a number" in find_error(zeroed[0])
+        assert "return a number" in find_error(zeroed[0])
 
 
 ANYTHING = st.recursive(
@@ -476,3 +481,57 @@ async def test_an_async_reward_that_ends_the_run_ends_those_beside_it(autojump_c
         await score_group(group, reward)
     assert caught.group_contains(KeyboardInterrupt)
     assert (sorted(cancelled), trio.current_time()) == ([0, 1, 2], 0.0)
+
+
+def nothing(sample):
+    return math.nan
+
+
+def praise(completions, **columns):
+    return ["good"] * len(completions)
+
+
+def verdict(data_source, solution_str, ground_truth=None, extra_info=None):
+    return "good"
+
+
+def mean(completions, **columns):
+    return math.fsum(map(len, completions))
+
+
+def one_by_one(completions, **columns):
+    yield from completions
+
+
+class Fixed:
+    def __call__(self, sample: Sample) -> Any:
+        return {"score": 1.0}
+
+
+TELLS = {
+    "nothing": (nothing, nothing, ("returned nan for sample 10", "return a finite number", "--reward.on-error drop")),
+    "TRL": (praise, praise, ("returned 'good' (str) for sample 10", "return a number such as 1.0")),
+    "verl": (verdict, verdict, ("returned 'good' (str) for sample 10", "return a number such as 1.0")),
+    "one number for all": (mean, mean, ("returned 2.0 (float) for 2 samples", "return a list of 2 numbers")),
+    "a generator": (one_by_one, one_by_one, ("for 2 samples", "return a list of 2 numbers")),
+    "a partial": (functools.partial(nothing), nothing, ("returned nan", "return a finite number")),
+    "decorated": (reward_function(nothing), nothing, ("returned nan", "return a finite number")),
+    "an object": (Fixed(), Fixed.__call__, ("returned {'score': 1.0} (dict)", "return one number of it")),
+}
+
+
+@pytest.mark.parametrize("name", TELLS)
+def test_a_value_that_is_no_score_is_told_once_with_the_function_s_file_and_line(name):
+    function, user, words = TELLS[name]
+    with pytest.raises(RewardError) as caught:
+        trio.run(score_group, make_answers("a", "b"), adapt_reward(function), NO_DEADLINE)
+    told = str(caught.value)
+    assert f"({user.__code__.co_filename}:{user.__code__.co_firstlineno})" in told and all(word in told for word in words), told
+    assert told.count("reward function") == told.count("returned") == 1 and "RewardError" not in told, told
+    assert "rollouts/rewards" not in told, told
+
+
+def test_an_error_of_this_library_in_a_reward_names_no_line_of_this_library():
+    with pytest.raises(RewardError) as caught:
+        trio.run(score_group, make_answers("a"), gsm8k_reward, NO_DEADLINE)
+    assert str(caught.value).startswith("reward function gsm8k_reward failed for sample 10 (group 3): ") and ".py" not in str(caught.value)

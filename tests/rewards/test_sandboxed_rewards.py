@@ -457,7 +457,7 @@ async def test_an_error_in_a_reward_keeps_its_file_and_line(tmp_path: Path, sand
         assert str(file) in str(caught.value) and (f"line {line}" if sandboxed else f":{line}") in str(caught.value)
     if not sandboxed:
         composite = create_composite_reward({"part": (load_reward(f"{file}:fails"), 1.0)})
-        with pytest.raises(RewardError, match=rf"component part raised IndexError: .*{file}:24"):
+        with pytest.raises(RewardError, match=rf"^component part: reward function fails raised IndexError for .*\({file}:24\)$"):
             await score_group((sample("4"),), composite, RewardConfig())
 
 

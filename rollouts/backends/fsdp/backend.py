@@ -302,7 +302,7 @@ class FSDPTrainingBackend:
 
     # -- BackendFeature.CHECKPOINTS
 
-    def save_checkpoint(self, directory: Path) -> Future[None]:
+    def save_checkpoint(self, directory: Path | str) -> Future[None]:
         """Write the model directory, and each rank's other state into its subdirectory `sharded`. Any number of ranks can load it.
 
         Args:
@@ -310,6 +310,7 @@ class FSDPTrainingBackend:
 
         Raises: CheckpointError on all ranks if one of them cannot write.
         """
+        directory = Path(directory)
         if self._save_in_background:
             with self._operation("save_checkpoint"):
                 self._writer.wait()  # never hold two copies
@@ -319,11 +320,11 @@ class FSDPTrainingBackend:
             save_sharded(*self._trained(), directory, tokenizer=self.tokenizer, ranks=self.ranks)
         return ImmediateTrainFuture(None, "save_checkpoint")
 
-    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+    def stage_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[Callable[[], None]]:
         """Copy this rank's part of the state and begin to write it; the function that is returned waits for the parts of all ranks."""
         with self._operation("stage_checkpoint"):
             self._writer.settle()
-            future = self._begin_write(directory, "stage_checkpoint")
+            future = self._begin_write(Path(directory), "stage_checkpoint")
         return ImmediateTrainFuture(future.wait, "stage_checkpoint")
 
     def _begin_write(self, directory: Path, operation: str) -> WriteFuture:
@@ -339,21 +340,21 @@ class FSDPTrainingBackend:
     def _trained(self) -> tuple[PreTrainedModel, torch.optim.Optimizer, Scheduler | None, Progress]:
         return self.model, self.optimizer, self.scheduler, Progress(self.counts, self.weight_version)
 
-    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def load_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint that save_checkpoint wrote on any number of ranks, or one of PyTorchTrainingBackend.
 
         Raises: CheckpointError on all ranks, naming the mismatch.
         """
         with self._operation("load_checkpoint"):
-            progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=self.ranks, adapters=self._adapters)
+            progress = load_sharded(self.model, self.optimizer, self.scheduler, Path(directory), ranks=self.ranks, adapters=self._adapters)
         self.counts, self.weight_version = progress.counts, progress.weight_version
         self._has_gradient = False
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
         with self._operation("export_weights"):
-            export_sharded(self.model, directory, self.tokenizer, ranks=self.ranks, dtype=dtype)
+            export_sharded(self.model, Path(directory), self.tokenizer, ranks=self.ranks, dtype=dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     def close(self) -> None:

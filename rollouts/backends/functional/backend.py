@@ -221,12 +221,12 @@ class TorchFuncTrainingBackend:
 
     # -- BackendFeature.CHECKPOINTS
 
-    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def save_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Write the model directory, and the other state beside it."""
         self.stage_checkpoint(directory).value()
         return ImmediateTrainFuture(None, "save_checkpoint")
 
-    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+    def stage_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[Callable[[], None]]:
         """Return the function that writes the present state. Nothing is copied: later steps make new tensors."""
         state = {
             "first_moments": dict(self.state.first_moments),
@@ -238,11 +238,12 @@ class TorchFuncTrainingBackend:
             "weight_version": self.weight_version,
         }
         pieces = collect_pieces(self.model, alone())
-        write = partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, state)
+        write = partial(write_checkpoint, self.model, self.tokenizer, Path(directory), pieces, KIND, state)
         return ImmediateTrainFuture(write, "stage_checkpoint")
 
-    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def load_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError naming the mismatch."""
+        directory = Path(directory)
         check_architecture(self.model, directory)
         weights = read_weights(directory, self.model)
         check_weights_fit(self.model, weights, str(directory))
@@ -267,9 +268,9 @@ class TorchFuncTrainingBackend:
         self.weight_version = int(saved["weight_version"])
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
-        export_model(self.model, self.tokenizer, directory, dtype=dtype)
+        export_model(self.model, self.tokenizer, Path(directory), dtype=dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts

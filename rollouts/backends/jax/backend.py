@@ -179,17 +179,18 @@ class JAXTrainingBackend:
 
     # -- BackendFeature.CHECKPOINTS
 
-    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def save_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Write the model directory, and the other state beside it."""
         self.stage_checkpoint(directory).value()
         return ImmediateTrainFuture(None, "save_checkpoint")
 
-    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+    def stage_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[Callable[[], None]]:
         """Return the function that writes the present state. Nothing is copied: later steps make new arrays."""
-        return ImmediateTrainFuture(partial(self._write, self.state, self.weight_version, directory), "stage_checkpoint")
+        return ImmediateTrainFuture(partial(self._write, self.state, self.weight_version, Path(directory)), "stage_checkpoint")
 
-    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def load_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint. Raises CheckpointError naming the mismatch."""
+        directory = Path(directory)
         check_architecture(self._skeleton, directory)
         weights = read_weights(directory)
         check_weights_fit(self._skeleton, weights, str(directory))
@@ -203,9 +204,9 @@ class JAXTrainingBackend:
         self.weight_version = int(saved["weight_version"])
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors, in one file) and tokenizer in the layout that from_pretrained and inference servers open."""
-        self._export(self.state, directory, dtype)
+        self._export(self.state, Path(directory), dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts

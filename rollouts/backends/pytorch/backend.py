@@ -290,14 +290,14 @@ class PyTorchTrainingBackend:
 
     # -- BackendFeature.CHECKPOINTS
 
-    def save_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def save_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Write the model directory, and optimizer, schedule, random state and counters beside it."""
-        self._stage(directory, copied=False)()
+        self._stage(Path(directory), copied=False)()
         return ImmediateTrainFuture(None, "save_checkpoint")
 
-    def stage_checkpoint(self, directory: Path) -> ImmediateTrainFuture[Callable[[], None]]:
+    def stage_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[Callable[[], None]]:
         """Copy the state, and return the function that writes it; adapters, which are small, are written now."""
-        return ImmediateTrainFuture(self._stage(directory, copied=True), "stage_checkpoint")
+        return ImmediateTrainFuture(self._stage(Path(directory), copied=True), "stage_checkpoint")
 
     def _stage(self, directory: Path, *, copied: bool) -> Callable[[], None]:
         if self._adapters is not None:
@@ -315,11 +315,12 @@ class PyTorchTrainingBackend:
         pieces = collect_pieces(self.model, alone(), copied=copied)
         return partial(write_checkpoint, self.model, self.tokenizer, directory, pieces, KIND, copy_to_host(state) if copied else state)
 
-    def load_checkpoint(self, directory: Path) -> ImmediateTrainFuture[None]:
+    def load_checkpoint(self, directory: Path | str) -> ImmediateTrainFuture[None]:
         """Restore a checkpoint of save_checkpoint, or one of FSDPTrainingBackend.
 
         Raises: CheckpointError naming the mismatch, before anything is overwritten.
         """
+        directory = Path(directory)
         check_architecture(self.model, directory)
         if (directory / SHARDED_DIRECTORY).is_dir():
             return self._load_sharded(directory)
@@ -348,9 +349,9 @@ class PyTorchTrainingBackend:
         self._load = self._counted = None
         return ImmediateTrainFuture(None, "load_checkpoint")
 
-    def export_weights(self, directory: Path, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
         """Write config, weights (safetensors) and tokenizer in the layout that from_pretrained and inference servers open."""
-        export_model(self.model, self.tokenizer, directory, dtype=dtype)
+        export_model(self.model, self.tokenizer, Path(directory), dtype=dtype)
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts

@@ -199,7 +199,7 @@ class EngineFleet:
 
     # -- weights
 
-    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path | str) -> Mapping[str, Any]:
         """Load a directory on every member, under the same path on each: all at once, or updates_at_once at a time.
 
         Returns: {"success": True, "weight_version", "num_engines", "update_s", "failed"}.

@@ -210,7 +210,7 @@ class InProcessEngine:
         self._abort_now(None if request_ids is None else frozenset(request_ids))
         await trio.lowlevel.checkpoint()
 
-    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path | str) -> Mapping[str, Any]:
         """Load a Hugging Face directory. Raises EngineError, the old weights untouched, if it does not fit."""
         path = Path(checkpoint_path)
         try:

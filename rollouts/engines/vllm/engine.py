@@ -209,7 +209,7 @@ class VLLMEngine:
 
     # -- weights
 
-    async def update_weights_from_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+    async def update_weights_from_checkpoint(self, checkpoint_path: Path | str) -> Mapping[str, Any]:
         """Load a Hugging Face directory, which must have this path on the server too.
 
         Returns: {"success": True, "weight_version", "pause_s", "load_s", "confirm_s", "resume_s"}.

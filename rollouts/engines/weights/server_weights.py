@@ -71,7 +71,7 @@ class ServerWeights:
         if self._transaction is not None:
             await self._transaction.close()
 
-    async def load_checkpoint(self, checkpoint_path: Path) -> Mapping[str, Any]:
+    async def load_checkpoint(self, checkpoint_path: Path | str) -> Mapping[str, Any]:
         """Load a directory, after checking it. Raises EngineError; before the server is contacted if it does not fit."""
         self._get_transaction()
         path = Path(checkpoint_path).absolute()
