@@ -69,12 +69,22 @@ def load_config(cls: type[C], path: Path | str, **functions: Any) -> C:
 def read_json(path: Path | str) -> dict[str, Any]:
     """Read the settings of a JSON file. Raises ConfigError naming the file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+    except (OSError, ValueError, RecursionError) as error:
+        advice = "" if isinstance(error, OSError) else ": mend the file there"
+        raise ConfigError(f"cannot read the configuration {path}: {error}{advice}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"the configuration {path} holds a {type(data).__name__}, expected an object of sections")
+        example = '{"rl": {"num_steps": 10}}'
+        raise ConfigError(f"the configuration {path} holds a {type(data).__name__}, expected an object of sections, such as {example}")
     return typing.cast("dict[str, Any]", data)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} stands twice in one object")
+    return dict(pairs)
 
 
 def is_number(value: object) -> bool:
@@ -97,7 +107,8 @@ def suggest(name: str, known: collections.abc.Iterable[str]) -> str:
 def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any]) -> C:
     assert is_dataclass(cls), f"{cls} is not a dataclass"
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where.rstrip('.') or cls.__name__} is {data!r}, expected a section with the fields of {cls.__name__}")
+        names = ", ".join([f.name for f in fields(cls) if f.init][:3])
+        raise ConfigError(f"{where.rstrip('.') or cls.__name__} is {data!r}, expected a section with settings such as {names}")
     section = dict(typing.cast("Mapping[str, Any]", data))
     demanded = section.pop(FUNCTIONS_KEY, ())
     hints = typing.get_type_hints(cls)
@@ -130,6 +141,12 @@ def _build(cls: type[C], data: object, where: str, functions: Mapping[str, Any])
     return cls(**values)
 
 
+_KINDS: Mapping[Any, str] = types.MappingProxyType(
+    {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+)
+"""Types of values, for messages."""
+
+
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -154,7 +171,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return float(value)
     elif hint is Any or (isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):
         return value
-    raise ConfigError(f"{where} is {value!r}, expected {getattr(hint, '__name__', str(hint)) if origin is None else hint}")
+    expected = _KINDS.get(hint) or (getattr(hint, "__name__", str(hint)) if origin is None else hint)
+    raise ConfigError(f"{where} is {value!r}, expected {expected}")
 
 
 def _convert_union(options: list[Any], value: Any, where: str) -> Any:

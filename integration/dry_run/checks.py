@@ -16,6 +16,7 @@ from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
 from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
 from integration.settings.episodes import EPISODE_TASKS
+from rollouts.data.rows.files import check_exists
 from rollouts.errors import ConfigError
 
 
@@ -30,6 +31,10 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
     num_processes = count_processes(config, os.environ)
     check_loggers(config.loggers)
     check_data_given(config, mode)
+    if config.task in OWN_DATA_TASKS:
+        check_exists(config.data.path, "--data.path")
+        check_exists(config.data.eval_path, "--data.eval-path")
+        check_exists(config.data.rollouts, "--data.rollouts")
     check_backend(config, mode)
     check_model(config, weights=not command.dry_run or recorded.model.path == config.model.path)
     check_dropout(config, mode)

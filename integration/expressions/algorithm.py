@@ -97,10 +97,16 @@ class Language:
     example: str  # example expression, for messages
     num_filled: int = 0  # leading parameters of each function that are not arguments of the expression
     budget: str | None = None  # parameter filled with the token budget if the expression does not give it
+    hidden: str | None = None  # parameter of the functions in `names` that the caller fills, and no expression can give
 
     def list_names(self) -> str:
         """Return the known names, for messages."""
         return f"known are {', '.join(sorted(self.names))}, or module:function"
+
+    def list_parameters(self, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+        """Return the parameters that an expression can give, by name; none for a function without a signature."""
+        hides = self.hidden if function in self.names.values() else None
+        return {name: p for name, p in _parameters(function, self.num_filled).items() if name != hides}
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ def _parse_call(source: _Source, node: ast.expr, depth: int) -> PresetCall:
         parameter: _parse_argument(source, name, parameter, hints.get(parameter, Any), value, depth)
         for parameter, value in _bind(source, name, function, positional, keywords).items()
     }
-    parameters = _parameters(function, language.num_filled)
+    parameters = language.list_parameters(function)
     required = [key for key, p in parameters.items() if p.default is inspect.Parameter.empty and key != language.budget]
     missing = next((key for key in required if key not in arguments), None)
     if missing is not None:
@@ -307,7 +313,7 @@ def _bind(
     source: _Source, name: str, function: Callable[..., Any], positional: list[ast.expr], keywords: list[ast.keyword]
 ) -> dict[str, ast.expr]:
     """Return the arguments by parameter name, bound as Python binds them."""
-    parameters = _parameters(function, source.language.num_filled)
+    parameters = source.language.list_parameters(function)
 
     def refuse(what: str, node: ast.expr | ast.keyword) -> ConfigError:
         return ConfigError(f"{name} was given {what}, {source.place(node.col_offset)}. {_list_arguments(name, parameters)}")

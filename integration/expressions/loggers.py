@@ -115,7 +115,7 @@ _PACKAGES: Mapping[str, str] = MappingProxyType({"wandb": "wandb", "tensorboard"
 _KNOWN: Mapping[str, Callable[..., MetricsLogger]] = MappingProxyType(
     {"jsonl": _jsonl, "wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio, "mlflow": _mlflow}
 )
-_LANGUAGE = Language("logger", _KNOWN, load_function, example="wandb(project='mine')", budget="run")
+_LANGUAGE = Language("logger", _KNOWN, load_function, example="wandb(project='mine')", hidden="run")
 _SECRET = re.compile(r"(?i)(api_?key|token|password|secret)")
 
 

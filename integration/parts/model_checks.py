@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from integration.dry_run.sizes import read_adapter_sizes, read_sizes
 from integration.parts.model_settings import read_model_config
 from integration.settings.config import Config
-from rollouts.chat.template_checks import describe_template, find_turn_end
+from rollouts.chat.template_checks import describe_template, find_fault, find_turn_end
 from rollouts.data.model_limits import read_config_limits
 from rollouts.engines.weights.checkpoint_check import read_eos_token_ids
 from rollouts.errors import CheckpointError, ConfigError
@@ -101,6 +101,12 @@ def describe_tokens(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[
     parts.append(f"pad {pad}")
     parts.append(f"end of text {tokenizer.eos_token}")
     facts = {"tokenizer": "; ".join(parts), "chat template": describe_template(tokenizer)}
+    fault = find_fault(tokenizer)
+    if fault is not None:
+        facts["warning of the chat template"] = (
+            f"{fault}. Rows of messages or questions cannot be used, those of plain text can: mend chat_template.jinja or chat_template in "
+            f"tokenizer_config.json in {directory}, or copy it from the model again"
+        )
     end = find_turn_end(tokenizer)
     stops = {*eos_ids, *([tokenizer.eos_token_id] if isinstance(tokenizer.eos_token_id, int) else [])}
     if eos_ids and isinstance(tokenizer.eos_token_id, int) and tokenizer.eos_token_id not in eos_ids:

@@ -6,6 +6,7 @@ A dry run makes them too, so nothing here imports transformers or a backend befo
 from __future__ import annotations
 
 import importlib.util
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from integration.settings.sections import BackendSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import OptimizerConfig
+from rollouts.config_files import suggest
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
 from rollouts.models.loading import check_model_directory, explain_remote_code, load_tokenizer
@@ -58,7 +60,33 @@ def read_model_config(config: Config, path: Path | None = None) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, StrictDataclassError) as error:
-        raise ConfigError(f"{directory} has no readable model configuration: {explain_remote_code(error)}") from error
+        raise ConfigError(
+            f"{directory} has no readable model configuration: {explain_remote_code(error)}{_advise_config(directory, error)}"
+        ) from error
+
+
+def _advise_config(directory: Path, error: Exception) -> str:
+    """Return advice for a config.json that transformers does not read."""
+    if "trust_remote_code" in str(error):  # explained already
+        return ""
+    path, again = directory / "config.json", "copy or download config.json of the model again"
+    try:
+        start = path.read_text(encoding="utf-8")
+        found = json.loads(start)
+    except (OSError, ValueError):
+        pointer = path.read_bytes().startswith(b"version https://git-lfs") if path.is_file() else False
+        return ". It is a pointer of Git LFS: run `git lfs pull` where it was cloned" if pointer else f": {again}"
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if not isinstance(kind, str):
+        return f": {again}"
+    from transformers import CONFIG_MAPPING, __version__
+
+    if kind in CONFIG_MAPPING:
+        return f". Correct the value in config.json, or {again}"
+    return (
+        f" (here version {__version__}). Correct model_type in config.json ({suggest(kind, CONFIG_MAPPING)[:200]}), or, for a newer model, "
+        "update the package: pip install -U transformers"
+    )
 
 
 def find_directory(config: Config, path: Path | None) -> Path | None:

@@ -132,7 +132,9 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         if stop.code == 2:
             sys.stderr.writelines(f"{line}\n" for line in explain_other_names(_find_unknown(argv, base)))
         raise
-    mode = arguments.mode or (read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl")
+    mode = arguments.mode
+    if mode is None:
+        mode = read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl"
     if mode not in MODES:
         raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
     if arguments.accept_changed_data and not arguments.resume:
@@ -270,7 +272,24 @@ def read_config_file(path: Path, default: C) -> C:
             place = f"{kind.__module__}.{kind.__name__}"
             raise ConfigError(f"{path} must define `config = {kind.__name__}(...)` ({place}), found {type(config).__name__}")
         return config
-    return from_dict(kind, _fill_in(read_settings(path), to_dict(default)))
+    try:
+        return from_dict(kind, _fill_in(read_settings(path), to_dict(default)))
+    except ConfigError as error:
+        unknown = re.match(r"unknown setting '([\w.-]+)'", str(error))
+        if unknown is None:
+            raise
+        advice = _advise_unknown(unknown[1], default)
+        raise ConfigError(f"{path}: unknown setting {unknown[1]!r}{advice}" if advice else f"{path}: {error}") from error
+
+
+def _advise_unknown(name: str, default: object) -> str:
+    """Return advice for a name in a file of settings that is none there: that of another framework, or an option of the command alone."""
+    section, _, field = name.rpartition(".")
+    if name in {known for known, _ in list_options(default)}:
+        return f": a name with a dot is a section and a name in it: [{section}] and below it {field} = ..., or the same in JSON"
+    if name in ("mode", "resume", "dry_run", "quiet", "config"):
+        return f": it is no setting of a file: give --{name.replace('_', '-')} on the command line"
+    return "".join(f": {line}" for line in explain_other_names([name]))
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
@@ -287,9 +306,11 @@ def read_settings(path: Path) -> Mapping[str, Any]:
         return read_json(path)
     if path.suffix == ".toml":
         try:
-            return tomllib.loads(path.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+            return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 at byte {error.start}: save the file as UTF-8") from error
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}: mend the file there, or give a .json or .py file") from error
     raise ConfigError(f"{path} is not a configuration file: use .py, .toml or .json")
 
 

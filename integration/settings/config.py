@@ -47,7 +47,6 @@ from rollouts.config import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
-    check_not_negative,
     check_setting,
 )
 from rollouts.config_files import suggest
@@ -108,7 +107,7 @@ class Config:
         if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "Config.num_threads", self.num_threads, "at least 1, or None")
-        check_not_negative(self, "seed")
+        check_setting(0 <= self.seed < 2**63, "Config.seed", self.seed, "a whole number from 0 to 2**63 - 1")
         good = not self.deterministic or self.model.kernels != "onednn"
         check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")
         if self.loggers:

@@ -15,7 +15,7 @@ from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_sft_conversations, prepare_sft_samples
 from rollouts.data.model_limits import ModelLimits
 from rollouts.data.recorded import describe_recorded, load_recorded_groups
-from rollouts.data.rows.files import HUB_PREFIX, READABLE, Row
+from rollouts.data.rows.files import Row, check_exists
 from rollouts.data.rows.formats import Columns
 from rollouts.data.rows.loaded import LoadedRows, choose_heldout, find_repeated, pick_rows
 from rollouts.errors import DataError
@@ -150,9 +150,8 @@ def _check_paths(data: OwnData) -> None:
     """Raise DataError that names the setting for a file of rows that does not exist."""
     if data.path == data.eval_path:  # an evaluation of a file, whose errors name the file alone
         return
-    for setting, path in (("data.path", data.path), ("data.eval_path", data.eval_path)):
-        if path is not None and not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
-            raise DataError(f"{path} does not exist: give {setting} {READABLE}")
+    check_exists(data.path, "data.path")
+    check_exists(data.eval_path, "data.eval_path")
 
 
 def _read_rows(tokenizer: PreTrainedTokenizerBase, data: OwnData) -> _Rows:

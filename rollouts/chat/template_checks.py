@@ -47,10 +47,26 @@ def find_turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((token for token in tokens if token in special), None)
 
 
+def find_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the reason for which a chat template cannot render a question and an answer; None without a fault or without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        render_messages(
+            tokenizer, [Message(role="user", content=_QUESTION), Message(role="assistant", content=_ANSWER)], template_kwargs={}
+        )
+    except DataError as error:
+        return str(error)
+    return None
+
+
 def describe_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Describe a chat template in one line: whether there is one, the end of a turn, and the history."""
     if not getattr(tokenizer, "chat_template", None):
         return "none: rows are plain text; rows with messages need one (chat_template.jinja in the model directory)"
+    fault = find_fault(tokenizer)
+    if fault is not None:
+        return f"unusable: {fault}"
     end, rewriting = find_turn_end(tokenizer), find_rewriting(tokenizer)
     ends = "no special token ends a turn" if end is None else f"a turn ends with {tokenizer.convert_ids_to_tokens(end)}"
     if rewriting is None:

@@ -45,7 +45,8 @@ def parse_messages(data: Any, where: str = "conversation") -> tuple[Message, ...
     Raises: DataError for anything else, naming the message by its position.
     """
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Sequence):
-        raise DataError(f"{where}: messages are a {type(data).__name__}, expected a list of {{'role': ..., 'content': ...}}")
+        found = "null" if data is None else f"{data!r:.60} ({type(data).__name__})"
+        raise DataError(f"{where}: found {found}, expected a list of {{'role': ..., 'content': ...}}")
     if not data:
         raise DataError(f"{where}: the list of messages is empty, expected at least one message")
     return tuple(_parse_message(message, f"{where}: message {i}") for i, message in enumerate(data))

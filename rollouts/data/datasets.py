@@ -45,7 +45,7 @@ class DatasetSpec:
 
     def __post_init__(self) -> None:
         if not self.path:
-            raise ConfigError(f"DatasetSpec.path is empty: give {READABLE}")
+            raise ConfigError(f"the path of the rows is empty (DatasetSpec.path, --data.path): give {READABLE}")
         if self.repeat < 1:
             raise ConfigError(f"DatasetSpec.repeat is {self.repeat} for {self.path}, expected at least 1")
         if self.max_samples is not None and self.max_samples < 1:
@@ -104,8 +104,10 @@ def load_rl_prompts(
     def parse(row: Row, where: str) -> Prompt:
         content, metadata = read_question(row, where, as_messages=as_messages)
         if require_ground_truth and metadata.get("ground_truth") is None:
+            empty = [name for name in ("ground_truth", "answer") if name in row]
+            found = f"{empty[0]} is null" if empty else f"the row has the fields {sorted(row)}"
             raise DataError(
-                f"{where}: the row has the fields {sorted(row)}, expected 'ground_truth' or 'answer' for the reward to compare with: "
+                f"{where}: {found}, expected 'ground_truth' or 'answer' for the reward to compare with: "
                 "rename the column that has it (--data.columns answer=NAME), or give a reward of your own that needs none "
                 "(--reward.function)"
             )

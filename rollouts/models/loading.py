@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,18 +82,38 @@ def check_model_directory(path: str | Path, *, weights: bool = True) -> Path:
         )
     if not (directory / "config.json").is_file():
         inside = sorted(p.name for p in directory.iterdir())[:8]
-        raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside})")
+        raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside}){_advise_no_config(directory)}")
     if weights and not list(directory.glob("*.safetensors")) and not list(directory.glob("*.bin")):
-        raise ConfigError(
-            f"{directory} has no weights: expected model.safetensors, or shards with an index{_point_to_checkpoint(directory)}"
-        )
+        raise ConfigError(f"{directory} has no weights: expected model.safetensors, or shards with an index{_advise_no_weights(directory)}")
     return directory
 
 
-def _point_to_checkpoint(directory: Path) -> str:
-    """Return advice if a directory is that of a run, whose checkpoints are the models."""
+_COPY = "copy or download the whole directory of the model again, config.json, weights and tokenizer"
+
+
+def _advise_no_config(directory: Path) -> str:
+    """Return advice for a directory without config.json."""
+    if (directory / "adapter_config.json").is_file():
+        return ". It holds LoRA adapters alone: give the model that they were trained on, or merge them into it (peft's merge_and_unload)"
+    found = _find_checkpoint(directory)
+    return f". It is the directory of a run: its newest model is {found}" if found else f": {_COPY}"
+
+
+def _advise_no_weights(directory: Path) -> str:
+    """Return advice for a directory without weights."""
+    found = _find_checkpoint(directory)
+    if found:  # the checkpoints of a run are the models
+        return f". It is the directory of a run: its newest model is {found}"
+    if list(directory.glob("*.gguf")):
+        return ". GGUF, which it has, is for llama.cpp alone: take the safetensors from which it was made"
+    if list(directory.glob("*.index.json")):
+        return f". The files of its index are not there: {_COPY}"
+    return f": {_COPY}"
+
+
+def _find_checkpoint(directory: Path) -> Path | None:
     found = sorted(directory.glob("rl/checkpoints/step_*")) or sorted(directory.glob("sft/checkpoints/step_*"))
-    return f". It is the directory of a run: its newest model is {found[-1]}" if found else ""
+    return found[-1] if found else None
 
 
 def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
@@ -143,14 +164,15 @@ def explain_loading(directory: Path, kind: str) -> Generator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ConfigError(f"{directory} cannot be loaded as a {kind}: {explain_remote_code(error)}") from error
     except SafetensorError as error:  # derives from Exception only
-        raise ConfigError(f"the weights in {directory} are damaged: {error}") from error
+        raise ConfigError(f"the weights in {directory} are damaged: {error}. Copy or download them again") from error
 
 
 def explain_remote_code(error: Exception) -> str:
     """Return what an error of transformers says; for a model with Python files of its own, the setting that runs them."""
     told = str(error).partition("\n\n")[0]
     if "trust_remote_code" not in told:
-        return told
+        without_guess = told.partition(" This could be because")[0]  # in place of which a caller gives advice
+        return " ".join(without_guess.split()).rstrip(".")
     return (
         "its architecture is defined by Python files of its own, which run only if you trust them: add --model.trust-remote-code "
         "(trust_remote_code=True), or use a model that transformers knows"
@@ -167,9 +189,25 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}): copy the files of the model's tokenizer there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory} has no tokenizer that can be loaded: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{directory} has no tokenizer that can be loaded: {error}. Copy or download {' and '.join(_list_tokenizer(directory))} again"
+        ) from error
     return cast("PreTrainedTokenizerBase", tokenizer)
+
+
+def _list_tokenizer(directory: Path) -> list[str]:
+    """List the files of a tokenizer that are no JSON; all of its files if each is."""
+    files = [path for path in sorted(directory.glob("*token*.json")) if path.is_file()]
+    return [path.name for path in files if not _is_json(path)] or [path.name for path in files]
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def open_model(

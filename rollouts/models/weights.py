@@ -65,6 +65,15 @@ def find_weight_files(directory: Path) -> list[Path]:
     return found
 
 
+def explain_damage(path: Path, error: Exception) -> str:
+    """Return what is wrong with a safetensors file that cannot be opened, and what to do."""
+    with path.open("rb") as file:
+        pointer = file.read(24) == b"version https://git-lfs."
+    if pointer:
+        return f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` where it was cloned"
+    return f"{path} is not a complete safetensors file: {error}. Copy, download or export it again"
+
+
 def read_weights(directory: Path, model: PreTrainedModel | None = None) -> dict[str, Tensor]:
     """Read all tensors from the files of find_weight_files.
 
@@ -78,7 +87,7 @@ def read_weights(directory: Path, model: PreTrainedModel | None = None) -> dict[
         try:
             weights.update(load_file(path))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+            raise CheckpointError(explain_damage(path, error)) from error
     if model is not None and not weights.keys() <= base_weights(model).keys() and converts_weights(model):
         return load_converted(find_class(model), directory)
     return weights

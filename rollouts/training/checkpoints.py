@@ -358,6 +358,19 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _explain_directory(directory: Path, error: OSError | ValueError) -> str:
+    """Return the reason for which a directory cannot be made or written, and what to do."""
+    if isinstance(error, ValueError):
+        return f"as its name is not one of a file ({error}): choose another --output-dir"
+    near = next(path for path in (directory, *directory.parents, Path(".")) if os.path.lexists(path))
+    if not near.exists():
+        return f"as {near} is a link to {near.readlink()}, at which nothing is found: remove it, or choose another --output-dir"
+    if not near.is_dir():
+        return f"as {near} is a file: choose another --output-dir, or move the file away"
+    reason = error.strerror or str(error)
+    return f"as it cannot be written in {near} ({reason}): choose an --output-dir on a disk where you may write"
+
+
 @contextmanager
 def lock_run_directory(directory: Path, clock: Callable[[], float] = time.time) -> Generator[None]:
     """Lock a run directory for one process. The operating system releases the lock when the process ends in any way.
@@ -370,8 +383,8 @@ def lock_run_directory(directory: Path, clock: Callable[[], float] = time.time) 
     try:
         directory.mkdir(parents=True, exist_ok=True)
         opened = path.open("a+", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{directory} cannot hold a run ({error}): choose another --output-dir, or make this one writable") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigError(f"{directory} cannot hold a run, {_explain_directory(directory, error)}") from error
     with opened as file:
         try:
             _lock(file.fileno())

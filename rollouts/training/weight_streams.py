@@ -79,7 +79,7 @@ def _list_directory(directory: Path) -> tuple[tuple[WeightSpec, ...], dict[str, 
                     specs.append(WeightSpec(name, names[part.get_dtype()], tuple(part.get_shape())))
                     files[name] = path
         except (SafetensorError, OSError, KeyError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+            raise CheckpointError(f"{path} is not a complete safetensors file: {error}. Export the weights again") from error
     if not specs:
         raise CheckpointError(f"{directory} has no model.safetensors: it is not a model directory, or its weights are in another format")
     return tuple(specs), files

@@ -133,7 +133,7 @@ def test_conversations_in_three_formats(tmp_path):
         ({"messages": [{"role": "user", "content": "x"}]}, "no message has the role assistant"),
         ({"messages": []}, "empty"),
         ({"messages": [{"role": "user", "content": 3}]}, "message 0: content is 3"),
-        ({"prompt": "x", "completion": 3}, "int, expected a list"),
+        ({"prompt": "x", "completion": 3}, "found 3 .int., expected a list"),
         ({"question": 3, "answer": "x"}, "message 0: content is 3"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,7 @@ BAD_LINES: dict[str, tuple[str, Any, tuple[str, ...]]] = {  # mode, the row in l
     "no columns": ("rl", {}, ("no columns", "prompt")),
     "no answer": ("rl", {"prompt": "a"}, ("'ground_truth' or 'answer'", "['prompt']", "--reward.function")),
     "empty prompt": ("rl", {"prompt": "", "answer": "b"}, ("empty string",)),
-    "prompt is a number": ("rl", {"prompt": 3, "answer": "b"}, ("prompt: messages are a int", "expected a list")),
+    "prompt is a number": ("rl", {"prompt": 3, "answer": "b"}, ("prompt: found 3 (int)", "expected a list")),
     "prompt gives the answer away": ("rl", {"prompt": [{"role": "assistant", "content": "a"}], "answer": "a"}, ("remove it",)),
     "message without a role": ("rl", {"prompt": [{"content": "a"}], "answer": "b"}, ("message 0 has no role", "['content']")),
     "message with unknown keys": ("rl", {"prompt": [{**CHAT, "mood": "x"}], "answer": "b"}, ("unknown keys ['mood']", "Rename")),
@@ -115,7 +116,20 @@ BAD_FILES: dict[str, tuple[str, Any, tuple[str, ...]]] = {  # name of the file, 
     "CSV with a column twice": ("a.csv", "prompt,prompt\na,b\n", ("a.csv, line 1", "each once")),
     "CSV without the columns": ("a.csv", "x;y\na;b\n", ("a.csv, line 2: RL knows no row with the columns x;y",)),
     "CSV with an open quote": ("a.csv", 'prompt,answer\n"a,b\n', ("not CSV", "convert it to JSONL")),
-    "no Parquet": ("a.parquet", "PAR1", ("a.parquet cannot be read as Parquet",)),
+    "no Parquet": ("a.parquet", "PAR1", ("a.parquet cannot be read as Parquet", "write or download it again")),
+    "a page under the name of Parquet": ("a.parquet", "<html></html>", ("as Parquet: the file is a web page", "the link to the file")),
+    "gzip": ("a.jsonl", gzip.compress(b"{}"), ("line 1: the file is compressed by gzip", "gunzip")),
+    "a workbook": ("a.xlsx", b"PK\x03\x04\x14", ("a ZIP archive or a workbook", "as CSV")),
+    "UTF-16": ("a.jsonl", json.dumps(ROWS).encode("utf-16"), ("the file is in UTF-16", "save the file as UTF-8")),
+    "UTF-16 in a list": ("a.json", json.dumps([ROWS]).encode("utf-16"), ("the file is in UTF-16", "save the file as UTF-8")),
+    "a pointer of Git LFS": ("a.jsonl", "version https://git-lfs.github.com/spec/v1", ("a pointer of Git LFS", "git lfs pull")),
+    "zeros": ("a.jsonl", b"\0" * 99, ("bytes of zeros", "download it again")),
+    "text": ("a.txt", "hello", ("line 1: not JSON", "begins with 'hello'", '{"question": "1+1=", "answer": "2"}')),
+    "old line ends": ("a.jsonl", '{"prompt": "a"}\r{"prompt": "b"}\r', ("line 1: not JSON", "Unix or Windows line ends")),
+    "a number of 5,000 digits": ("a.jsonl", f'{{"prompt": "a", "answer": {"9" * 5000}}}', ("more than 4,300 digits", "as a text")),
+    "lists in lists": ("a.jsonl", "[" * 100_000, ("line 1: not JSON: lists or objects are nested too deeply",)),
+    "a comma too many": ("a.json", '[{"prompt": "a"},\n]', ("a.json, line 2: not JSON", "near", "mend the file there")),
+    "the answer is null": ("a.jsonl", '{"prompt": "a", "answer": null}', ("line 1: answer is null", "--reward.function")),
     "too few rows": ("few.jsonl", "\n".join(json.dumps({**ROWS, "prompt": str(i)}) for i in range(9)), ("9 rows", "at least 10 rows")),
     "one question": ("one.jsonl", "\n".join([json.dumps(ROWS)] * 20), ("20 rows with 1 questions", "--data.eval-fraction 0")),
 }  # fmt: skip
@@ -127,10 +141,42 @@ def test_a_bad_file_is_named_with_what_was_found(name: str, tmp_path: Path, refu
     path = tmp_path / file
     if content is not None:
         path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     error = refuse("--mode", "rl", "--data.path", str(path.parent if "/" in file else path))
     for word in words:
         assert word in error, error
+
+
+def link_to(target: str) -> Callable[[], None]:
+    return lambda: Path("link.jsonl").symlink_to(target)
+
+
+BAD_PATHS: dict[str, tuple[str, Callable[[], None], tuple[str, ...]]] = {
+    "an address": ("https://example.com/a.jsonl", lambda: None, ("is an address", "download the file first")),
+    "a link to nowhere": ("link.jsonl", link_to("gone.jsonl"), ("link.jsonl is a link to gone.jsonl", "no file")),
+    "a link to itself": ("link.jsonl", link_to("link.jsonl"), ("link.jsonl is a link to link.jsonl", "no file")),
+    "the home directory": ("~/rows.jsonl", lambda: None, ("~ stands for the home directory in a shell only", "the whole path")),
+    "two files": ("a.jsonl,b.jsonl", lambda: None, ("read as the name of one file", "--data.mixture FILE FILE")),
+    "a pattern": ("*.jsonl", lambda: None, ("read as the name of one file", "--data.mixture FILE FILE")),
+    "nothing": ("", lambda: None, ("--data.path", "empty")),
+    "a device": ("/dev/null", lambda: None, ("/dev/null", "the data set is empty")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PATHS)
+def test_a_path_without_rows_is_told_with_what_may_be_meant(
+    name: str, tmp_path: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given, make, words = BAD_PATHS[name]
+    monkeypatch.chdir(tmp_path)
+    make()
+    error = refuse("--mode", "rl", "--data.path", given)
+    assert all(word in error for word in words), error
+
+
+def test_a_dry_run_looks_whether_the_rows_are_there(refuse: Refuse):
+    assert "gone.jsonl does not exist: give --data.path" in refuse("--mode", "rl", "--data.path", "gone.jsonl", "--dry-run")
+    assert "--data.eval-path" in refuse("--mode", "rl", "--data.path", __file__, "--data.eval-path", "gone.jsonl", "--dry-run")
 
 
 BAD_OPTIONS: dict[str, tuple[list[str], tuple[str, ...]]] = {

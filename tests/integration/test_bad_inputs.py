@@ -88,12 +88,39 @@ def truncate_weights() -> None:
     path.write_bytes(path.read_bytes()[:-64])
 
 
+def make_template(text: str) -> Callable[[], None]:
+    def write() -> None:
+        edit("tokenizer_config.json", chat_template=text)()
+        if Path("model/chat_template.jinja").exists():
+            Path("model/chat_template.jinja").write_text(text)
+        rows = [json.dumps({"prompt": f"{number}+1=", "answer": str(number + 1)}) for number in range(20)]
+        Path("rows.jsonl").write_text("\n".join(rows))
+
+    return write
+
+
+def make_file(name: str, content: str | bytes) -> Callable[[], None]:
+    return lambda: Path(name).write_bytes(content.encode() if isinstance(content, str) else content) and None
+
+
+def make_adapters() -> None:
+    without("model.safetensors", "config.json")()
+    make_file("model/adapter_config.json", "{}")()
+
+
+def make_index_without_files() -> None:
+    without("model.safetensors")()
+    make_file("model/model.safetensors.index.json", '{"weight_map": {}}')()
+
+
 def nothing() -> None:
     pass
 
 
 OWN = ("--mode", "rl", "--model.path", "model", "--data.path", "rows.jsonl")
 PROJECTION = "model.layers.0.mlp.down_proj.weight"
+
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 3\n"
 
 # fmt: off
 MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] = {
@@ -104,6 +131,34 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]
     "no config.json": (without("config.json"), OWN, ("it has no config.json", "it holds [")),
     "config.json is no JSON": (lambda: Path("model/config.json").write_text("{"), OWN, ("no readable model configuration",)),
     "an unknown architecture": (edit("config.json", model_type="nothing-known"), OWN, ("nothing-known",)),
+    "the code of an unknown architecture": (
+        edit("config.json", model_type="qwen99"), OWN, ("model type `qwen99`", "did you mean 'qwen", "pip install -U transformers"),
+    ),
+    "no architecture": (edit("config.json", model_type=None), OWN, ("no readable model configuration", "download config.json")),
+    "an impossible number": (edit("config.json", hidden_size="64"), OWN, ("'hidden_size' expected int", "Correct the value in")),
+    "a pointer in place of config.json": (make_file("model/config.json", LFS), OWN, ("a pointer of Git LFS", "git lfs pull")),
+    "a pointer in place of weights": (make_file("model/model.safetensors", LFS), OWN, ("a pointer of Git LFS", "git lfs pull")),
+    "adapters alone": (make_adapters, OWN, ("holds LoRA adapters alone", "the model that they were trained on")),
+    "an index without its files": (make_index_without_files, OWN, ("The files of its index are not there", "download the whole directory")),
+    "a tokenizer that is no JSON": (make_file("model/tokenizer.json", "{"), OWN, ("can be loaded", "tokenizer.json again")),
+    "a seed beyond 64 bits": (nothing, ("--seed", "9" * 20), ("--seed is 99999999999999999999", "2**63 - 1")),
+    "no mode": (nothing, ("--mode", ""), ("unknown mode ''", "sft")),
+    "a path of another kind": (make_file("own.json", '{"seed": "0"}'), ("--config", "own.json"), ("seed is '0', expected a whole number",)),
+    "a key twice in JSON": (make_file("own.json", '{"seed": 0, "seed": 1}'), ("--config", "own.json"), ("'seed' stands twice",)),
+    "settings that are no JSON": (make_file("own.json", "{"), ("--config", "own.json"), ("own.json", "mend the file there")),
+    "a list of settings": (make_file("own.json", "[]"), ("--config", "own.json"), ("holds a list", '{"rl": {"num_steps": 10}}')),
+    "settings in UTF-16": (make_file("own.toml", "[rl]".encode("utf-16")), ("--config", "own.toml"), ("not UTF-8", "save the file")),
+    "a section that is a number": (make_file("own.toml", "rl = 3"), ("--config", "own.toml"), ("rl is 3", "a section", "num_steps")),
+    "a dotted name in JSON": (make_file("own.json", '{"rl.num_steps": 1}'), ("--config", "own.json"), ("[rl]", "num_steps = ")),
+    "a mode in a file": (make_file("own.json", '{"mode": "rl"}'), ("--config", "own.json"), ("'mode'", "give --mode on the command line")),
+    "another framework's name": (make_file("own.toml", "[rl]\nlr = 1"), ("--config", "own.toml"), ("rl.lr is ", "--rl.optimizer.lr here")),
+    "a directory that is a file": (nothing, ("--output-dir", "rows.jsonl"), ("rows.jsonl is a file", "choose another --output-dir")),
+    "a directory in a file": (nothing, ("--output-dir", "rows.jsonl/run"), ("rows.jsonl is a file", "choose another --output-dir")),
+    "a directory in /proc": (nothing, ("--output-dir", "/proc/x"), ("cannot be written in /proc", "on a disk where you may write")),
+    "a directory with a null byte": (nothing, ("--output-dir", "a\0b"), ("its name is not one of a file", "choose another --output-dir")),
+    "a name of 300 letters": (nothing, ("--output-dir", "a" * 300), ("File name too long", "choose an --output-dir")),
+    "a logger without its path": (nothing, ("--loggers", "jsonl"), ("jsonl needs the argument 'path'", "It takes path\n")),
+    "a logger with an argument too many": (nothing, ("--loggers", "jsonl('a', 'b')"), ("one argument too many", "It takes path\n")),
     "code of its own": (make_remote_code, OWN, ("Python files of its own", "--model.trust-remote-code")),
     "the directory of a run": (make_directory_of_run, OWN, ("has no weights", "its newest model is model/rl/checkpoints/step_0020")),
     "an encoder": (edit("config.json", architectures=["BertForMaskedLM"]), OWN, ("is a BertForMaskedLM", "ForCausalLM")),
@@ -153,3 +208,12 @@ def test_a_mistake_is_told_and_nothing_is_written(name: str, place: Path, capsys
     assert all(part in told.err for part in parts), told.err
     assert "Traceback" not in told.err and "error: " in told.err
     assert sorted(place.iterdir()) == before  # no run directory
+
+
+def test_a_broken_template_is_told_where_the_rows_are_texts_and_refused_where_they_are_messages(
+    place: Path, capsys: pytest.CaptureFixture[str]
+):
+    make_template("{% for message in %}")()
+    assert main([*OWN, "--dry-run"]) == 0
+    told = capsys.readouterr()
+    assert "the chat template is not a template of Jinja" in told.out + told.err and "those of plain text can" in told.out + told.err

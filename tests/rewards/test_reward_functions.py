@@ -183,9 +183,7 @@ async def test_a_batch_of_another_length_fails_the_group(values, policy):
 
     group = make_answers("a", "b", "c")
     if policy is NO_DEADLINE:
-        with pytest.raises(
-            RewardError, match=r"function \S*wrong \(\S+:\d+\) returned .* return (one for each|a list of 3 numbers)"
-        ):
+        with pytest.raises(RewardError, match=r"function \S*wrong \(\S+:\d+\) returned .* return (one for each|a list of 3 numbers)"):
             await score_group(group, wrong, policy)
     else:
         assert rewards(await score_group(group, wrong, policy) or ()) == ([] if policy is DROP else [0.0] * 3)

@@ -34,6 +34,7 @@ from rollouts.models.weights import (
     base_weights,
     check_finite_weights,
     check_weights_fit,
+    explain_damage,
     first_names,
     has_adapters,
     weight_below,
@@ -208,7 +209,7 @@ def read_adapters(model: PreTrainedModel, directory: Path) -> dict[str, Tensor]:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+        raise CheckpointError(explain_damage(path, error)) from error
     expected = {
         f"base_model.model.{name}.{part}.weight": tuple(parameter.shape)
         for name, layer in adapted_layers(model)
@@ -316,4 +317,4 @@ def check_complete(directory: Path) -> None:
             with cast("Any", safe_open)(path, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+            raise CheckpointError(explain_damage(path, error)) from error

@@ -20,6 +20,7 @@ from rollouts.models.weights import (
     check_finite_weights,
     check_weights_fit,
     converts_weights,
+    explain_damage,
     find_class,
     find_weight_files,
     first_names,
@@ -102,7 +103,7 @@ class FileWeights:
                 names = cast("list[str]", list(file.keys()))
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+                raise CheckpointError(explain_damage(path, error)) from error
             twice = sorted(set(names) & set(self._files))
             if twice:
                 raise CheckpointError(f"{self.directory} holds {twice[:3]} in several files: remove those that are no part of the model")

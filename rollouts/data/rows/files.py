@@ -78,7 +78,7 @@ def find_rows(path: str, *, split: str | None = None, subset: str | None = None)
         return _of_dataset(path, partial(_load_from_hub, hub, subset or hub.subset, split or hub.split or "train", path))
     file = Path(path)
     if not file.exists():
-        raise DataError(f"{file} does not exist: give {READABLE}")
+        raise DataError(f"{_describe_missing(path)}: give {READABLE}")
     if not file.is_dir():
         if split is not None or subset is not None:
             raise DataError(f"{file} is a file; split {split!r} and subset {subset!r} are for folders: leave them out")
@@ -90,6 +90,25 @@ def find_rows(path: str, *, split: str | None = None, subset: str | None = None)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _of_dataset(str(folder), lambda hf: _choose_split(hf.load_from_disk(str(folder)), split, folder))
     raise DataError(f"{folder} has no {split}.jsonl, .json, .csv or .parquet and is no folder of datasets' save_to_disk: name a file in it")
+
+
+def check_exists(path: str | Path | None, setting: str) -> None:
+    """Raise DataError that names the setting for a file of rows that does not exist; None and data sets of the hub pass."""
+    if path is not None and not str(path).startswith(HUB_PREFIX) and not Path(path).exists():
+        raise DataError(f"{_describe_missing(str(path))}: give {setting} {READABLE}")
+
+
+def _describe_missing(path: str) -> str:
+    """Describe a path at which there is nothing, with what the user may have meant."""
+    if "://" in path:
+        return f"{path} is an address, from which no rows are read; download the file first"
+    if Path(path).is_symlink():
+        return f"{path} is a link to {Path(path).readlink()}, at which no file is found"
+    if path.startswith("~"):
+        return f"{path} does not exist, as ~ stands for the home directory in a shell only; write the whole path"
+    if any(sign in path for sign in "*?,"):
+        return f"{path} does not exist: it is read as the name of one file, and several are a mixture (--data.mixture FILE FILE)"
+    return f"{path} does not exist"
 
 
 def _of_file(path: Path) -> RowFile:
@@ -158,20 +177,66 @@ def parse_line(line: bytes, where: str) -> Row:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 at byte {error.start} ({error.reason}): save the file as UTF-8") from error
+        raise DataError(f"{where}: {_name_format(line, where) or _describe_bytes(error)}") from error
     try:
         row = _parse_json(text)
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: holds a lone surrogate ({error.object[error.start]!r}), which is not Unicode text") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON: {error}; it begins with {text[:60]!r}{_advise(text)}") from error
+        found = _name_format(line, where) or f"not JSON: {_explain_json(error)}; it begins with {text[:60]!r}{_advise(text, error)}"
+        raise DataError(f"{where}: {found}") from error
     return _take_object(row, where)
 
 
-def _advise(text: str) -> str:
-    """Return advice for a line of what seems to be one JSON value over many lines, or a list of rows."""
-    is_whole = text.lstrip()[:1] == "[" or text.strip() == "{"
-    return ". Each line is one row; a file that is one list of rows is read under a name that ends in .json" if is_whole else ""
+_FORMATS = (
+    (b"\x1f\x8b", "compressed by gzip: unpack the file first (gunzip)"),
+    (b"BZh", "compressed by bzip2: unpack the file first (bunzip2)"),
+    (b"\xfd7zXZ", "compressed by xz: unpack the file first (unxz)"),
+    (b"\x28\xb5\x2f\xfd", "compressed by zstd: unpack the file first (unzstd)"),
+    (b"PK\x03\x04", "a ZIP archive or a workbook of Excel: unpack it, or export the sheet as CSV"),
+    (b"PAR1", "Parquet: give the file a name that ends in .parquet"),
+    (b"ARROW1", "Arrow: load its folder with datasets, and save it as Parquet"),
+    (b"SQLite format", "an SQLite database: export the table as CSV"),
+    (b"\xff\xfe", "in UTF-16: save the file as UTF-8"),
+    (b"\xfe\xff", "in UTF-16: save the file as UTF-8"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself: run `git lfs pull` where it was cloned"),
+    (b"<!DOCTYPE", "a web page: the download gave the page about the file, so take the link to the file itself"),
+    (b"<html", "a web page: the download gave the page about the file, so take the link to the file itself"),
+    (b"\x00\x00\x00\x00", "bytes of zeros: the file was not written whole, so write or download it again"),
+)
+"""First bytes of files of other formats, with the format and what to do."""
+
+
+def _name_format(start: bytes, where: str = "line 1") -> str | None:
+    """Return what a file is, and what to do, by its first bytes; None for what may be text, and for later lines."""
+    if not where.endswith("line 1"):
+        return None
+    return next((f"the file is {found}" for magic, found in _FORMATS if start.startswith(magic)), None)
+
+
+def _describe_bytes(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8 at byte {error.start} ({error.reason}): save the file as UTF-8"
+
+
+def _explain_json(error: Exception) -> str:
+    """Return what is wrong with JSON, without the words of Python's functions."""
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deeply"
+    if "integer string conversion" in str(error):
+        return "a whole number has more than 4,300 digits, so write it as a text"
+    return str(error)
+
+
+def _advise(text: str, error: Exception | None = None) -> str:
+    """Return advice for a line that is no row."""
+    if text.lstrip()[:1] == "[" or text.strip() == "{":  # one JSON value over many lines, or a list of rows
+        return ". Each line is one row; a file that is one list of rows is read under a name that ends in .json"
+    if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
+        ends = "lines end with a carriage return alone: save the file with Unix or Windows line ends" if "\r" in text else "put it there"
+        return f". Each row has a line of its own; {ends}"
+    if isinstance(error, json.JSONDecodeError):
+        return '. Each line is one row as a JSON object, such as {"question": "1+1=", "answer": "2"}, with double quotes'
+    return ""
 
 
 def _take_object(row: Any, where: str) -> Row:
@@ -189,7 +254,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise ValueError(f"{name} is not a JSON number, so write null or a text")
 
 
 def _finite_float(text: str) -> float:
@@ -217,16 +282,26 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
-            raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from error
+            found, near = _name_format(error.doc[:40].encode()), error.doc[max(0, error.pos - 30) : error.pos + 10]
+            raise DataError(
+                f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}, near {near!r}: mend the file "
+                "there, or write it again with a JSON library. It is a list of objects, one for each row"
+                if found is None
+                else f"{path}: {found}"
+            ) from error
         yield from ((where, parse_line(line, where)) for where, line in _read_lines(path))
         return
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {_name_format(error.object) or _describe_bytes(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not JSON: {error}") from error
+        raise DataError(f"{path}: not JSON: {_explain_json(error)}") from error
     if isinstance(value, dict):
         lists = [item for item in cast("Row", value).values() if isinstance(item, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
-        raise DataError(f"{path}: found a JSON {type(value).__name__}, expected a list of objects, or one object on each line")
+        raise DataError(
+            f"{path}: found a JSON {type(value).__name__}, expected a list of objects, one for each row, or one object on each line"
+        )
     for i, row in enumerate(cast("list[Any]", value)):
         yield f"{path}, row {i}", row
 
@@ -252,7 +327,7 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Row]]:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start} ({error.reason}): save the file as UTF-8") from error
+        raise DataError(f"{path}: {_name_format(error.object) or _describe_bytes(error)}") from error
     except csv.Error as error:
         raise DataError(f"{path}: not CSV: {error}; convert it to JSONL") from error
 
@@ -277,7 +352,7 @@ def _open_parquet(path: Path) -> Any:
     try:
         return parquet.ParquetFile(str(path))
     except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        raise DataError(_describe_damage(path, error)) from error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
@@ -292,7 +367,16 @@ def _read_row_group(file: Any, path: Path, group: int) -> Any:
     try:
         return file.read_row_group(group)
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+        raise DataError(_describe_damage(path, error)) from error
+
+
+def _describe_damage(path: Path, error: Exception) -> str:
+    """Describe a file that is no whole Parquet file."""
+    with path.open("rb") as file:
+        start = file.read(16)
+    other = None if start.startswith(b"PAR1") else _name_format(start)
+    damaged = f"{str(error).rstrip('.')}: the file is damaged or another format, so write or download it again"
+    return f"{path} cannot be read as Parquet: {other or damaged}"
 
 
 def _index_parquet(path: Path) -> LoadedRows[Row]:
