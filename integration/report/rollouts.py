@@ -53,12 +53,13 @@ COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Label and explanation of each number of a token, by the key that the page uses."""
 
 _PREVIEW = 90  # characters of a response in the list
+_CHUNK_TOKENS = 50_000  # tokens of a chunk, about: half a second of unpacking in a browser
 _SAME = 1e-6  # difference below which rewards are equal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Records of one step of one run that the page unpacks together."""
+    """Whole groups of one step of one run that the page unpacks together."""
 
     run: int  # index of the run in the report
     step: int
@@ -108,7 +109,8 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
         groups = take_groups({group: tokens for group, (_, tokens) in sizes.items()}, share)
         if groups:
             whole = gather_groups(iterate_file(file, groups), {group: sizes[group][0] for group in groups})
-            chunks.append(create_chunk(whole, run, step, decode, mask_truncated=mask_truncated))
+            for part in split_evenly(whole):
+                chunks.append(create_chunk(part, run, step, decode, mask_truncated=mask_truncated))
     shown = sum(len(chunk.rows) for chunk in chunks)
     notes: list[str] = []
     if shown < total:
@@ -146,11 +148,25 @@ def gather_groups(records: Iterable[TrajectoryRecord], counts: Mapping[int, int]
         yield sorted(group, key=lambda record: record.sample.index)
 
 
+def split_evenly(groups: Iterable[list[TrajectoryRecord]]) -> Iterator[list[list[TrajectoryRecord]]]:
+    """Yield groups in parts that end with the group which makes _CHUNK_TOKENS full, since the page unpacks a part as a whole."""
+    part: list[list[TrajectoryRecord]] = []
+    size = 0
+    for group in groups:
+        part.append(group)
+        size += sum(len(record.sample.tokens) for record in group)
+        if size >= _CHUNK_TOKENS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
 def create_chunk(
     groups: Iterable[Sequence[TrajectoryRecord]], run: int, step: int, decode: Decode | None, *, mask_truncated: bool = False
 ) -> Chunk:
-    """Return the chunk of the whole groups of a step. decode: None = tokens are shown as ids."""
-    rows: list[tuple[tuple[Any, ...], str]] = []  # of the list, and of the packed data
+    """Return a chunk of whole groups of a step. decode: None = tokens are shown as ids."""
+    rows: list[tuple[tuple[Any, ...], str]] = []  # row of the list, and text of the packed data
     explained: dict[str, Sequence[str]] = {}
     columns: set[str] = set()
     for group in groups:

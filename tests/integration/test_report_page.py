@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from integration.report.page import read_report, render
 from rollouts.data.records import Estimate, TrajectoryRecord
 from rollouts.data.trajectories import write_records
 from rollouts.steps import StepData
+from tools.docs.chromium import Page, open_chromium
 
 pytestmark = [pytest.mark.slow, needs.CHROMIUM]
 
@@ -43,14 +44,27 @@ def write_run(path: Path, *, response: str = "answer") -> Path:
     return path
 
 
-def look(page: Path, state: str, *, size: str = "1200,900") -> tuple[str, str]:
-    """Open the page in Chromium. state: the part of its address behind #. Returns what is shown, as HTML, and the console."""
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--window-size={size}"]
-    command += ["--virtual-time-budget=8000", "--enable-logging=stderr", "--dump-dom", f"file://{page}#{state}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    shown = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
-    return shown, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Page]:
+    with open_chromium() as opened:
+        yield opened
+
+
+Look = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture
+def look(browser: Page) -> Look:
+    """Open a page in Chromium, and wait until it is drawn."""
+
+    def open_page(page: Path, state: str, *, width: int = 1200, phone: bool = False, dark: bool = False) -> tuple[str, str]:
+        """Return what is shown, as HTML, and the console. state: the part of the address behind #."""
+        browser.resize(width, 900, phone=phone, dark=dark)
+        browser.open(f"file://{page}#{state}", until="document.getElementById('main').dataset.drawn")
+        shown = re.sub(r"<script.*?</script>", "", browser.ask("document.documentElement.outerHTML"), flags=re.DOTALL)
+        return shown, "\n".join(browser.console)
+
+    return open_page
 
 
 def rows_of(document: str) -> list[str]:
@@ -65,14 +79,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_curves_are_drawn_without_an_error(page: Path):
+def test_curves_are_drawn_without_an_error(page: Path, look: Look):
     document, console = look(page, "tab=curves")
     assert console == "" and 'data-drawn="curves"' in document
     assert re.findall(r'data-metric="(\w+)"', document) == ["reward_mean"] and "<canvas" in document
     assert "RL: still learning" in document and "warning: all rewards were equal &lt;b&gt;" in document
 
 
-def test_the_reason_of_a_group_is_on_top_of_it(page: Path):
+def test_the_reason_of_a_group_is_on_top_of_it(page: Path, look: Look):
     document, console = look(page, "tab=rollouts&step=1&group=3")
     assert console == "" and len(rows_of(document)) == 2
     assert "No gradient: all 2 rewards of the group are 0" in document and "The other 1 of the group, side by side" in document
@@ -93,25 +107,25 @@ def test_the_reason_of_a_group_is_on_top_of_it(page: Path):
         ("step=1&status=truncated", 0),
     ],
 )
-def test_filters_filter(page: Path, state: str, rows: int):
+def test_filters_filter(page: Path, state: str, rows: int, look: Look):
     document, console = look(page, f"tab=rollouts&{state}")
     assert console == "" and len(rows_of(document)) == rows, state
     assert ("No rollout passes these filters" in document) == (rows == 0)
 
 
-def test_text_of_a_model_is_shown_and_never_run(page: Path):
+def test_text_of_a_model_is_shown_and_never_run(page: Path, look: Look):
     document, console = look(page, "tab=rollouts&step=1&group=2")
     assert "owned" not in re.findall("<title>(.*?)</title>", document)[0] and console == ""
     assert "<img" not in document, "the text has made no element"
     assert "&lt;/script&gt;&lt;script&gt;" in document and "&lt;U+202E&gt;" in document and "&lt;U+001B&gt;" in document
 
 
-def test_an_episode_is_shown_step_by_step(page: Path):
+def test_an_episode_is_shown_step_by_step(page: Path, look: Look):
     document, _ = look(page, "tab=rollouts&step=2&group=6")
     assert "step 1, reward 0.5" in document and "a room &lt;b&gt;" in document
 
 
-def test_clipped_tokens_are_found_and_explained(page: Path):
+def test_clipped_tokens_are_found_and_explained(page: Path, look: Look):
     document, console = look(page, "tab=rollouts&step=&order=clipped&color=reason")
     assert console == "" and "most clipped tokens" in document and "clipped or left out:" in document
     assert "1 token clipped or left out" in document and "The update clipped or left out 1 of its 2 tokens: clip_high 1." in document
@@ -119,12 +133,36 @@ def test_clipped_tokens_are_found_and_explained(page: Path):
     assert int(first) % 2, "those with a clipped token are first"
 
 
-def test_settings_and_phones_are_shown(page: Path):
-    document, console = look(page, "tab=settings", size="390,800")
+def test_settings_and_phones_are_shown(page: Path, look: Look, browser: Page):
+    document, console = look(page, "tab=settings", width=390, phone=True)
     assert console == "" and 'data-drawn="settings"' in document
+    for tab in ("curves", "rollouts", "settings"):
+        look(page, f"tab={tab}", width=390, phone=True, dark=True)
+        assert browser.ask("document.documentElement.scrollWidth") <= 390, f"{tab} is wider than a phone"
+        assert browser.ask("document.documentElement.dataset.theme") == "dark"
 
 
-def test_many_rollouts_of_a_thousand_tokens_stay_usable(tmp_path: Path):
+def test_keys_move_between_rollouts_and_explain_tokens(page: Path, look: Look, browser: Page):
+    look(page, "tab=rollouts&step=1")
+    first = browser.ask("document.querySelector('[aria-current=true]').dataset.row")
+    browser.press("j")
+    browser.wait(f"document.querySelector('[aria-current=true]').dataset.row !== {first!r}")
+    browser.ask("document.querySelector('.tokens').focus()")
+    browser.press("ArrowRight")
+    browser.wait("!document.getElementById('tip').hidden")
+    assert browser.ask("document.getElementById('tip').textContent").startswith("token 1:"), "the prompt has a box of its own"
+    browser.press("ArrowRight")
+    assert browser.ask("document.getElementById('tip').textContent").startswith("token 2:") and browser.console == []
+
+
+def test_a_page_that_is_never_drawn_is_told_with_its_errors(tmp_path: Path, browser: Page):
+    broken = tmp_path / "broken.html"
+    broken.write_text("<main id=main></main><script>nonsense()</script>")
+    with pytest.raises(TimeoutError, match=r"is not true after 0\.5 s; console: .*nonsense is not defined"):
+        browser.open(f"file://{broken}", until="document.getElementById('main').dataset.drawn", timeout_s=0.5)
+
+
+def test_many_rollouts_of_a_thousand_tokens_stay_usable(tmp_path: Path, look: Look):
     """The page of 2,000 rollouts holds what fits, and says so."""
     long: dict[str, Any] = {"tokens": (5,) * 1000, "loss_mask": (0.0,) + (1.0,) * 999, "rollout_log_probs": (-0.5,) * 1000}
     long |= {"weight_versions": (1,) * 1000, "response": "x" * 1000}
