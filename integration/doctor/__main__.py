@@ -36,7 +36,7 @@ but temporary files.
   --resume-timeout-s S   seconds for each of three short runs that show that a killed run goes on with the same numbers; 0 leaves it out
                          (default 300)
   --json                 print the findings as JSON instead of a table
-  --help                 this help; `python -m integration.train --help` has the options of a run
+  --help                 this help; `python -m integration.train --help` has the options of a run, --help-all all of them
 
 exit status: 0 = no check failed, 1 = a check failed or could not be made, 2 = the options cannot be used"""
 
@@ -96,7 +96,7 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given in (["--help"], ["-h"]):
+    if given in (["--help"], ["-h"], ["--help-all"]):
         with ignore_closed_stdout():
             print(name_as_started(HELP))
         raise SystemExit(0)

@@ -49,13 +49,15 @@ class EpisodeSection:
     max_tokens: int | None = None  # maximum tokens of all actions together; None = no limit beyond that of each action
     max_context: int | None = None  # maximum tokens of context and action together; None = the engine's limit
     stop_regex: str | None = None  # regular expression; an action that contains a match ends the episode
-    cut_is_truncated: bool = False  # an episode whose last action reached its token budget counts as truncated, whatever ended it
+    cut_is_truncated: bool = False  # count an episode whose last action reached its token budget as truncated, whatever ended it
     system_prompt: str | None = None  # system prompt of conversations without one
     chat: bool | None = None  # apply the chat template; None = only if the model has one
-    on_rewrite: OnRewrite = "branch"  # a chat template that rewrites earlier messages: branch = start a further context; raise = error
-    on_environment_error: OnEpisodeError = "raise"  # a failing environment: raise = end the run; retry the episode; drop its group
+    # reaction to a chat template that rewrites earlier messages: branch = start a further context; raise = end the run with an error
+    on_rewrite: OnRewrite = "branch"
+    # reaction to a failing environment: raise = end the run; retry = play the episode again; drop = drop the group of the episode
+    on_environment_error: OnEpisodeError = "raise"
     max_retries: int = 2  # further attempts of an episode, with on_environment_error retry
-    on_tool_error: OnToolError = "observe"  # a failing tool: observe = tell the model; raise = an environment error
+    on_tool_error: OnToolError = "observe"  # reaction to a failing tool: observe = tell the model; raise = count as an environment error
     timeout_s: float | None = 60.0  # seconds to wait for each call of the environment; None = no limit
     in_thread: bool = False  # call the environment in threads, so that a slow one does not block the others
 

@@ -69,14 +69,15 @@ class DataSection:
     """The user's data. Built-in tasks need none; an environment may generate its own."""
 
     path: str | None = None  # rows to train on: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME; None = no data
-    # columns of path, or without it of the mixture, to read under another name, such as prompt=question,answer=meta.label; () = their own
+    # columns of --data.path (of --data.mixture without it) to read under another name, NEW=COLUMN: prompt=question,answer=meta.label;
+    # () = all under their own names
     columns: tuple[str, ...] = ()
-    # data sets to mix, for SFT, and without path for RL, too: a.jsonl 'b.jsonl(repeat=2)' 'c.jsonl(weight=0.3)'
-    # 'folder(max_samples=1000, split="test", subset="main", columns="prompt=question")'; () = path alone
+    # data sets to mix for SFT, without --data.path also for RL: a.jsonl 'b.jsonl(repeat=2)' 'c.jsonl(weight=0.3)'
+    # 'folder(max_samples=1000, split="test", subset="main", columns="prompt=question")'; () = --data.path alone
     mixture: tuple[str, ...] = ()
     # rollouts that were generated and scored elsewhere, to train on in RL instead of generating: JSONL with tokens, log-probs and rewards
     rollouts: str | None = None
-    eval_path: str | None = None  # held-out rows, as path; None = rows split off by eval_fraction
+    eval_path: str | None = None  # file, folder or hf:// name of held-out rows; None = rows split off by eval_fraction
     # share of the rows that is held out without eval_path, at most evaluation.num_prompts rows, chosen by a hash of their prompts; 0 = none
     eval_fraction: float = 0.1
     streaming: bool = False  # read rows from their JSONL or Parquet files when they are needed, instead of keeping all in memory
@@ -161,7 +162,7 @@ class RLSection:
     # train a mixture of experts with the experts that the engine chose for each token (R3) instead of the trainer's own choice; embedded
     # engine
     router_replay: bool = False
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))  # AdamW, gradient clipping and the schedule
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))  # AdamW, gradient clipping and the schedule of lr
 
     def __post_init__(self) -> None:
         check_positive(self, "prompts_per_step", "samples_per_prompt", "num_minibatches", "max_filter_attempts")
@@ -226,8 +227,9 @@ class GenerationSection:
     # sample from the fewest tokens whose probability together reaches this, more than 0; 1 = from all. Training then compares log-probs
     # over the same tokens, which the embedded engine records; with servers such answers are not trained on
     top_p: float = 1.0
-    top_k: int = 0  # sample from so many of the most probable tokens; 0 = from all. Trained on as answers with top_p
-    min_p: float = 0.0  # sample from tokens with at least this share of the largest probability; 0 = from all. Trained on as with top_p
+    top_k: int = 0  # number of most probable tokens to sample from; 0 = all. Answers are trained on as with top_p
+    # smallest probability of a token that is sampled, as a share of the largest one; 0 = all tokens. Answers are trained on as with top_p
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_setting(self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None")
@@ -253,8 +255,8 @@ class RewardSection:
     function: str | None = None
     sandboxed: bool = False  # call the reward function in a sandbox, for files you do not trust
     timeout_s: float | None = 30.0  # seconds to wait for a reward; None = no limit
-    # a reward that fails: raise = end the run; retry = call again, up to max_retries times; drop = drop its group; zero = mark and count
-    # it as reward 0
+    # reaction to a reward that fails: raise = end the run; retry = call the function again, up to max_retries times; drop = drop the group
+    # of the answer; zero = count it as reward 0, and mark it
     on_error: Literal["raise", "retry", "drop", "zero"] = "raise"
     max_retries: int = 2  # further calls after a failure, with on_error retry
     model: str | None = None  # directory of a reward model to train on instead of `function`; evaluations still use `function`
@@ -276,7 +278,7 @@ class BackendSection:
     # processes of fsdp; None = those torchrun started, else one per GPU that no launched server needs, or 1
     num_processes: int | None = None
     timeout_s: float = 600.0  # seconds to wait for one collective operation of fsdp
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model over processes (backend.kind fsdp)
     # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
     # float32
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -383,7 +385,8 @@ class EngineSection:
     num_servers: int = 1  # servers to launch; several serve as one engine
     # GPU ids of the launched servers in order, tensor_parallel_size for each; () = the visible GPUs behind those of training
     gpus: tuple[str, ...] = ()
-    # death of one of several launched servers: restart it, go on with the others, or stop the run; a single server always stops the run
+    # reaction to the death of one of several launched servers: restart = restart it; go_on = go on with the others; stop = end the run, as
+    # the death of a single server always does
     on_server_death: Literal["restart", "go_on", "stop"] = "restart"
     max_restarts: int = 3  # maximum restarts of each launched server
     updates_at_once: int | None = None  # servers that load new weights at a time while the others generate; None = all at once
@@ -397,10 +400,11 @@ class EngineSection:
     max_num_seqs: int | None = None  # maximum concurrent sequences of a server; None = the server's default
     # fraction of GPU memory for a server, weights included; None = the server's default, nearly all; required on a GPU of training
     memory_fraction: float | None = None
-    # servers release the memory of their GPU while the policy is trained; None = launched servers on a GPU of training, with synchronous
-    # rollouts
+    # let servers release the memory of their GPU while the policy is trained; None = True for launched servers on a GPU of training with
+    # synchronous rollouts
     sleep: bool | None = None
-    in_flight: Literal["continue", "abort"] = "continue"  # requests during a weight sync: continue under new weights, or abort and resend
+    # requests in progress at a weight sync: continue = they go on under the new weights; abort = they are aborted and sent again
+    in_flight: Literal["continue", "abort"] = "continue"
     # transport of new weights to the engines: disk, memory, group (a process group), ipc (shared memory of one machine); auto = memory for
     # the embedded engine, group for launched servers on GPUs of their own with the trainer's NCCL, ipc for SGLang on the trainer's GPU, and
     # disk otherwise
@@ -558,7 +562,7 @@ class TrajectorySection:
     """Rollouts written to rl/trajectories/step_NNNN.jsonl for inspection: whole groups of each step, or every n-th sample."""
 
     groups: int = 4  # write this many whole groups of each step, spread evenly over it; 0 = none
-    every: int | None = None  # write every n-th sample instead, 1 = all, 0 = none; None = by groups
+    every: int | None = None  # write every n-th sample instead of whole groups: 1 = all, 0 = none; None = whole groups
     condition: str | None = None  # module:function or file.py:function, Sample -> bool; writes only samples for which it is true, or groups
     # that have such a sample
     steps: bool = False  # include the steps of episodes: observation, action, reward, return, advantage and its parts
@@ -583,7 +587,7 @@ class ProfileSection:
     """A profile of some steps of each stage, written to profile/<stage>: a trace in Chrome's format, and a table."""
 
     steps: int = 0  # steps to profile, which take longer meanwhile; 0 = none
-    skip: int = 2  # steps of each stage before them, for the memory and caches that the first ones fill
+    skip: int = 2  # steps at the beginning of each stage that are not profiled, as they fill memory and caches
 
     def __post_init__(self) -> None:
         check_not_negative(self, "steps")

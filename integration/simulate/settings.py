@@ -39,7 +39,7 @@ class EngineSection:
 class LengthSection:
     """The distribution of response lengths."""
 
-    distribution: Literal["lognormal", "pareto", "constant"] = "lognormal"
+    distribution: Literal["lognormal", "pareto", "constant"] = "lognormal"  # shape of the lengths of responses
     mean_tokens: float = 8000.0  # mean tokens of a response, before truncation to max_tokens
     sigma: float = 0.8  # lognormal: standard deviation of the logarithm; 0.8 = the longest of 8 is about 2.3 times the mean
     tail: float = 2.0  # Pareto: exponent, more than 1; smaller = heavier tail

@@ -23,31 +23,34 @@ MissedSegment = Literal["rollout", "proximal"]
 class AsyncConfig:
     """Settings of rollouts generated during training. All counts are of groups: all samples of one prompt."""
 
-    enabled: bool = False  # generate during training; for programs that choose between the loops
+    enabled: bool = False  # generate rollouts during training; False = generate and train in turn
     max_staleness: int = 1  # weight versions that a trained token may be behind; 0 = same numbers as the synchronous loop
     max_concurrent_rollouts: int | None = None  # groups that may be generated at once; None = (max_staleness + 1) * groups per version
     queue_size: int | None = None  # maximum number of finished groups in the queue; None = (max_staleness + 1) * groups per version
     when_queue_full: WhenQueueFull = "raise"  # raise = an error that says "increase queue_size"; wait = the producer waits for space
-    # order of groups for training: first finished first, or strictly in the order of their prompts, in which batches do not depend on
-    # timing and the trainer waits for stragglers
+    # order of groups for training: finished = first finished first; submitted = in the order of their prompts, in which batches do not
+    # depend on timing and the trainer waits for stragglers
     order: RolloutOrder = "finished"
-    on_stale: OnStale = "retry"  # a group that became too old: generate its prompt anew under newer weights, or give it up
-    on_failure: OnFailure = "retry"  # a rollout that raised: end the run, retry the prompt, or give the group up
-    max_attempts: int = 3  # attempts that may fail, per prompt, if on_failure is retry; then the run ends
-    max_stale_attempts: int | None = None  # attempts that may become too old, per prompt; then it is given up; None = no limit
+    # reaction to a group that became too old: retry = generate its prompt anew under newer weights; drop = give it up
+    on_stale: OnStale = "retry"
+    # reaction to a rollout that raised: raise = end the run; retry = generate the prompt again; drop = give the group up
+    on_failure: OnFailure = "retry"
+    max_attempts: int = 3  # failed attempts of a prompt after which the run ends, with on_failure retry
+    max_stale_attempts: int | None = None  # attempts of a prompt that became too old after which it is given up; None = no limit
     retry_delay_s: float = 1.0  # seconds to wait between a failure and the next attempt
-    # seconds for one group; then it is aborted, and continues from its tokens in the next attempt; None = no limit
+    # seconds after which a group is aborted, to continue from its tokens in the next attempt; None = no limit
     rollout_timeout_s: float | None = None
     patience_s: float | None = 3600.0  # seconds to wait without the end of any rollout before the run ends; None = forever
-    # rollouts during a weight sync: engines swap weights under them, or they are aborted and continue from their tokens; None = continue,
-    # or interrupt if segment-wise PPO needs their tokens
+    # rollouts in progress at a weight sync: continue = engines swap the weights under them; interrupt = they are aborted and continue from
+    # their tokens; None = continue, or interrupt if segment-wise PPO needs their tokens
     in_flight: InFlight | None = None
-    # rollouts during a checkpoint: saved as they were when last stopped, so that a resumed run generates their newest tokens
-    # again, or aborted as for a weight sync, with all tokens
+    # rollouts in progress at a checkpoint: restart = saved as they were when last stopped, so that a resumed run generates their newest
+    # tokens again; interrupt = aborted as for a weight sync, and saved with all tokens
     checkpoint_in_flight: CheckpointInFlight = "restart"
-    # a proximal policy for each token, one version after its own; None = no; leave it out if a program has the switch
+    # compute a proximal policy for each token, one weight version after its own; None = no, or as --enable-segment-wise-ppo says
     enable_segment_wise_ppo: bool | None = None
-    # fallback for a token whose segment log-prob was never computed: none (its rollout log-prob), or the ordinary proximal one
+    # log-prob in place of a segment log-prob that was never computed: rollout = that of the token's rollout; proximal = the ordinary
+    # proximal one
     missed_segment: MissedSegment = "rollout"
 
     def __post_init__(self) -> None:

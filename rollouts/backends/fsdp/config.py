@@ -16,15 +16,16 @@ MixedPrecision: TypeAlias = Literal["bfloat16"]
 class FSDPConfig:
     """Settings of FSDPTrainingBackend. None of them changes the results, up to rounding."""
 
-    # full_shard: parameters are gathered for a layer's forward pass and again for its backward pass. shard_grad_op: they stay gathered in
-    # between: less communication, more memory. hybrid_shard: copies of ranks_per_replica ranks each, for example one copy per node.
-    # no_shard: every rank holds everything, only gradients are exchanged
+    # full_shard = parameters are gathered for a layer's forward pass and again for its backward pass; shard_grad_op = they stay gathered in
+    # between: less communication, more memory; hybrid_shard = copies of ranks_per_replica ranks each, for example one copy per node;
+    # no_shard = every rank holds everything, only gradients are exchanged
     sharding_strategy: ShardingStrategy = "full_shard"
-    mixed_precision: MixedPrecision | None = None  # gather and multiply layers in bfloat16; master weights and gradient sums: float32
-    cpu_offload: bool = False  # parameters, gradients, optimizer state and the update in host memory; for GPUs
+    # dtype in which layers are gathered and multiplied; master weights and gradient sums stay float32; None = float32
+    mixed_precision: MixedPrecision | None = None
+    cpu_offload: bool = False  # keep parameters, gradients and optimizer state in host memory, and update there; for GPUs
     auto_wrap_min_params: int = 0  # gather consecutive layers together until they have this many parameters; 0 = layer by layer
     gradient_checkpointing: bool = False  # recompute activations inside a layer in the backward pass
-    clip_grad: float | None = None  # norm that the whole gradient is scaled down to; None = the backend's max_grad_norm
+    clip_grad: float | None = None  # norm to which a larger gradient is scaled down; None = max_grad_norm of the optimizer
     ranks_per_replica: int | None = None  # ranks that share one copy of the model; a divisor of the number of ranks; for hybrid_shard
 
     def __post_init__(self) -> None:
