@@ -288,7 +288,7 @@ def _advise_unknown(name: str, default: object) -> str:
     if name in {known for known, _ in list_options(default)}:
         return f": a name with a dot is a section and a name in it: [{section}] and below it {field} = ..., or the same in JSON"
     if name in ("mode", "resume", "dry_run", "quiet", "config"):
-        return f": it is no setting of a file: give --{name.replace('_', '-')} on the command line"
+        return f": it is no setting of a file: give {spell_option(name)} on the command line"
     return "".join(f": {line}" for line in explain_other_names([name]))
 
 
