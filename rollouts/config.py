@@ -118,6 +118,49 @@ HELDOUT_PREFIX = "eval_"
 """Prefix of the metrics of held-out rows; held_out_ is understood as well."""
 
 
+OnBadUpdate = Literal["skip", "stop"]
+OnBadMeasure = Literal["ignore", "skip", "stop"]
+OnBadRow = Literal["ignore", "drop", "skip", "stop"]
+
+_BAD_POLICIES: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType({
+    ("loss", "gradient", "all_masked"): get_args(OnBadUpdate),
+    ("gradient_spike", "ratio"): get_args(OnBadMeasure),
+    ("log_prob", "empty_answer"): get_args(OnBadRow),
+})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadNumbers:
+    """Policy for numbers of training that go bad, by kind: stop = end the run, skip = leave the update out, drop = leave the rows out.
+
+    An update that is left out changes neither parameters nor the optimizer's moments; the schedule advances if the update had been
+    computed, and not if its rows were refused before. Each case is counted in metrics as num_bad_<kind>. The policies for rewards and
+    parameters are elsewhere: RewardConfig.on_error, and a parameter that is not finite always ends the run.
+    """
+
+    loss: OnBadUpdate = "skip"  # a loss that is NaN or infinite
+    gradient: OnBadUpdate = "skip"  # a gradient whose norm is NaN or infinite
+    max_skipped: int = 10  # updates left out in a row after which the run ends
+    gradient_spike: OnBadMeasure = "ignore"  # a norm above spike_factor times its running mean, after 10 updates
+    spike_factor: float = 10.0  # multiple of the running mean of the norms of applied updates (weight 0.1 for each new one)
+    ratio: OnBadMeasure = "ignore"  # an importance ratio of a trained token above ratio_limit
+    ratio_limit: float = 1000.0  # largest importance ratio, of the log-probs of the update to those it is anchored to
+    log_prob: OnBadRow = "ignore"  # RL: a log-prob known before the update that is not finite, of engine,
+    # policy or reference, at a trained token; ignore = it makes the loss or the gradient bad
+    empty_answer: OnBadRow = "ignore"  # RL: an answer of at most one trained token; if dropped, its reward
+    # still counts in its group
+    all_masked: OnBadUpdate = "skip"  # RL: a batch of which masks left no trained token; rows without any are always an error
+
+    def __post_init__(self) -> None:
+        for names, choices in _BAD_POLICIES.items():
+            for name in names:
+                check_choice(self, name, choices)
+        check_positive(self, "max_skipped")
+        for name, low in (("spike_factor", 1.0), ("ratio_limit", 1.0)):
+            value = getattr(self, name)
+            check_setting(is_number(value) and value > low, f"BadNumbers.{name}", value, f"a number above {low:g}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SFTTrainingConfig:
     """Schedule of run_sft_training."""
@@ -234,6 +277,7 @@ class RLTrainingConfig:
     probe_tokens: int = 64  # tokens of one rollout in that probe, at least 2
     first_version: int = 0  # weight version of the policy before the first step; above 0 with rollouts recorded under versions up to it
     kl_control: KLControl | None = None  # schedule of the KL term's coefficient; None = the algorithm's own constant
+    bad_numbers: BadNumbers = field(default_factory=BadNumbers)  # policy for log_prob, empty_answer and all_masked
 
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "sync_every", "num_epochs", "num_minibatches", "log_every", "max_tokens_per_microbatch")

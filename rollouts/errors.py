@@ -13,6 +13,7 @@
     ├── ToolArgumentError(ValueError)      a tool cannot work with its arguments: the model is told, the episode goes on
     ├── SandboxError(RuntimeError)         no confinement as strict as was asked for, or no worker
     ├── BackendError(RuntimeError)         training: non-finite updates, a job that cannot run
+    │   └── BadNumberError                 a number of a step that BadNumbers says to stop at, or too many in a row
     ├── CheckpointError(RuntimeError)      a checkpoint that cannot be written, found, verified or used
     ├── BlockingCallError(RuntimeError)    a blocking call of the trainer facade inside a trio loop, or after its end
     ├── OutputError(RuntimeError)          another file of a run that cannot be written: a full disk, a directory without permission
@@ -111,6 +112,17 @@ class SandboxError(RolloutsError, RuntimeError):
 
 class BackendError(RolloutsError, RuntimeError):
     """A training job failed in a way that the user can act on, for example non-finite gradients step after step."""
+
+
+class BadNumberError(BackendError):
+    """A number of a step went bad, and the policy for its kind is to stop; or too many updates in a row were left out."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind  # field of config.BadNumbers, "" if not told
+
+    def __reduce__(self) -> tuple[type[BadNumberError], tuple[str, str]]:
+        return type(self), (str(self), self.kind)
 
 
 class CheckpointError(RolloutsError, RuntimeError):

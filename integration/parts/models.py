@@ -72,7 +72,7 @@ def create_backend(
     config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, optimizer: OptimizerConfig, total_steps: int
 ) -> TrainingBackend:
     """Create the policy's backend of kind config.backend.kind in one process."""
-    arguments: dict[str, Any] = {"total_steps": total_steps, **vars(optimizer)}
+    arguments: dict[str, Any] = {"total_steps": total_steps, "bad_numbers": config.on_bad, **vars(optimizer)}
     arguments |= {"compute_dtype": config.backend.precision(config.model.device), "tokenizer": tokenizer}
     if config.backend.kind == "jax":
         from rollouts.backends.jax.backend import create_jax_backend  # takes half a second, and JAX
@@ -143,6 +143,7 @@ def create_companions(
             compute_dtype=dtype,
             kernels=config.kernels,
             tokenizer=tokenizer,
+            bad_numbers=config.on_bad,
             **vars(config.critic.optimizer),
         )
         if config.backend.gradient_checkpointing:

@@ -56,6 +56,7 @@ def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
         lora=config.lora.create(config.seed),
+        bad_numbers=config.on_bad,
         **vars(optimizer),
     )
 
@@ -87,6 +88,7 @@ def build_critic(config: Config, source: Path | None, total_steps: int) -> FSDPT
         device=parse_device(config.model.device),
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
+        bad_numbers=config.on_bad,
         **vars(config.critic.optimizer),
     )
 

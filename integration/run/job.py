@@ -73,8 +73,19 @@ LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queue
     "retry_delay_s", "rollout_timeout_s", "patience_s", "checkpoint_in_flight",
 )  # fmt: skip
 MAY_CHANGE_ON_RESUME = (
-    *("output_dir", "num_threads", "loggers", "model.device", "sft.num_steps", "rl.num_steps", "checkpoint.", "hardware.", "profile."),
-    *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp."),
+    *(
+        "output_dir",
+        "num_threads",
+        "loggers",
+        "model.device",
+        "sft.num_steps",
+        "rl.num_steps",
+        "checkpoint.",
+        "hardware.",
+        "profile.",
+        "on_bad.",
+    ),
+    *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp.", "on_bad."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
 )
 

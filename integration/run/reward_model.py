@@ -66,6 +66,7 @@ MAY_CHANGE_ON_RESUME = (
     "training.keep_last_n",
     "training.best",
     "training.patience",
+    "on_bad.",
 )
 
 Pairs = tuple[tuple[PreferencePair, ...], tuple[PreferencePair, ...]]
@@ -147,6 +148,7 @@ async def run_reward_model(
         device=parse_device(config.model.device),
         compute_dtype=config.backend.precision(config.model.device),
         kernels=find_kernels(config.model),
+        bad_numbers=config.on_bad,
         **vars(config.training.optimizer),
     )
     if config.backend.gradient_checkpointing:

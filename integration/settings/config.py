@@ -41,6 +41,7 @@ from integration.settings.segment_wise import OPTION, SWITCH, derive_algorithm_c
 from rollouts.agents.config import EpisodeConfig
 from rollouts.asynchronous.config import AsyncConfig, check_async_config
 from rollouts.config import (
+    BadNumbers,
     CheckpointConfig,
     GenerationConfig,
     RewardConfig,
@@ -97,6 +98,7 @@ class Config:
     evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     trajectories: TrajectorySection = field(default_factory=TrajectorySection)
     profile: ProfileSection = field(default_factory=ProfileSection)
+    on_bad: BadNumbers = field(default_factory=BadNumbers)
     hardware: HardwareSection = field(default_factory=HardwareSection)
 
     def __post_init__(self) -> None:
@@ -429,6 +431,7 @@ def rl_training_config(config: Config, algorithm: Algorithm | None, max_tokens: 
         value_clip=config.critic.value_clip,
         critic_warmup_steps=config.critic.warmup_steps,
         kl_control=None if algorithm is None else create_kl_control(config, algorithm),
+        bad_numbers=config.on_bad,
     )
 
 

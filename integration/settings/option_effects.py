@@ -314,6 +314,10 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "trajectories.condition trajectories.steps": Effect(
         holds=lambda c, m: c.trajectories.writes, needs="--trajectories.groups 4 or --trajectories.every 1", part="rl"
     ),
+    "on_bad.loss on_bad.gradient on_bad.max_skipped on_bad.gradient_spike": ALWAYS,
+    "on_bad.ratio on_bad.log_prob on_bad.empty_answer on_bad.all_masked": RL,
+    "on_bad.spike_factor": Effect(holds=lambda c, m: c.on_bad.gradient_spike != "ignore", needs="--on-bad.gradient-spike skip or stop"),
+    "on_bad.ratio_limit": Effect(holds=lambda c, m: c.on_bad.ratio != "ignore", needs="--on-bad.ratio skip or stop", part="rl"),
     "profile.steps": ALWAYS,
     "profile.skip": Effect(holds=lambda c, m: c.profile.steps > 0, needs="--profile.steps"),
     "hardware.memory_gib": DRY_RUN,

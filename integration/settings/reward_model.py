@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from integration.settings.sections import BackendSection, ModelSection
-from rollouts.config import OptimizerConfig, RewardModelTrainingConfig, check_count, check_patience, check_positive, parse_metric
+from rollouts.config import (
+    BadNumbers,
+    OptimizerConfig,
+    RewardModelTrainingConfig,
+    check_count,
+    check_patience,
+    check_positive,
+    parse_metric,
+)
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
 
@@ -81,6 +89,7 @@ class RewardModelConfig:
     data: PairSection = field(default_factory=PairSection)
     training: PairTrainingSection = field(default_factory=PairTrainingSection)
     backend: BackendSection = field(default_factory=BackendSection)
+    on_bad: BadNumbers = field(default_factory=BadNumbers)  # policy for a loss or gradient that goes bad
 
     def __post_init__(self) -> None:
         if self.data.path is None and self.task not in PAIR_TASKS:

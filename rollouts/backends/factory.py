@@ -201,6 +201,7 @@ def assemble_backend(
         device=device,
         compute_dtype=parse_dtype(compute_dtype),
         max_grad_norm=rule.max_grad_norm,
+        bad_numbers=rule.bad_numbers,
         tokenizer=tokenizer,
         compute_outputs=compute_outputs,
         lora=lora,

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from rollouts.backends.optim.updates import read_scalar
+from rollouts.backends.optim.updates import Worst, read_scalar
 from rollouts.types import TOKEN_PREFIX, TrainBatch
 
 Metrics = dict[str, float]
@@ -79,6 +79,7 @@ class MetricReads:
         self._waiting: list[_Waiting] = []
         self._recorded: list[RecordedTokens] = []  # on their device
         self._num_calls = 0  # calls of keep_recorded since records were taken
+        self._worst = Worst()  # numbers read since take_worst
         self._lock = threading.Lock()
 
     def keep_recorded(self, metrics: Mapping[str, float | Tensor], recorded: Mapping[int, int]) -> dict[str, float | Tensor]:
@@ -103,6 +104,12 @@ class MetricReads:
         with self._lock:
             taken, self._recorded, self._num_calls = self._recorded, [], 0
         return tuple(replace(one, columns={name: value.cpu() for name, value in one.columns.items()}) for one in taken)
+
+    def take_worst(self) -> Worst:
+        """Return the worst of the numbers that were read since the last call."""
+        with self._lock:
+            taken, self._worst = self._worst, Worst()
+        return taken
 
     def __reduce__(self) -> tuple[type[MetricReads], tuple[()]]:
         """A copy of a backend has no results that wait to be read."""
@@ -147,5 +154,7 @@ class MetricReads:
             for one in waiting:
                 read = iter(numbers[: one.numbers.numel()])
                 del numbers[: one.numbers.numel()]
-                one.metrics.fill({name: next(read) if isinstance(value, Tensor) else value for name, value in one.values.items()})
+                values = {name: next(read) if isinstance(value, Tensor) else value for name, value in one.values.items()}
+                one.metrics.fill(values)
+                self._worst = self._worst.add(values)
         return numbers[0] if together else 0.0 if more is None else read_scalar(more)

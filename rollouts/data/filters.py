@@ -7,11 +7,16 @@ collects groups counts and reports that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from rollouts.config import BadNumbers
 from rollouts.data.samples import compute_response_lengths, describe_sample
-from rollouts.errors import RewardError
-from rollouts.types import Group
+from rollouts.errors import BadNumberError, RewardError
+from rollouts.types import Group, Sample, TrainBatch
 
 
 def group_rewards(group: Group) -> list[float]:
@@ -103,3 +108,77 @@ def make_length_filter(min_tokens: int = 1, max_tokens: int | None = None) -> Ca
         return check_reasonable_length(group, min_tokens, max_tokens)
 
     return check_length
+
+
+# -- rows of a batch whose numbers are bad before the update
+
+_COLUMNS = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "segment_log_probs")
+_MOST_NAMED = 5
+
+
+def find_bad_log_probs(batch: TrainBatch) -> Tensor:
+    """Find rows with a log-prob that is not finite at a trained token, in any column that is filled. # [B], bool"""
+    on, bad = _find_trained(batch), torch.zeros(batch.num_rows, dtype=torch.bool)
+    for name in _COLUMNS:
+        column = getattr(batch, name)
+        if column is not None:
+            bad |= (~column.isfinite() & on).any(1)
+    return bad
+
+
+def find_empty_answers(batch: TrainBatch) -> Tensor:
+    """Find trained rows with at most one token to train on, which is the end of the answer. # [B], bool"""
+    return ((batch.loss_mask > 0).sum(1) <= 1) & batch.trainable
+
+
+def sift_rows(
+    batch: TrainBatch, bad: Tensor, kind: str, policy: BadNumbers, samples: Sequence[Sample] = ()
+) -> tuple[TrainBatch | None, dict[str, float]]:
+    """Treat bad rows by the policy for their kind.
+
+    Args:
+        bad: rows # [B], bool.
+        kind: log_prob or empty_answer.
+        samples: those of the rows, for messages; () = not known.
+
+    Returns: the batch, of dropped rows without a token to train on (their rewards still count in their groups), or None if the update is
+        to be left out; and num_bad_<kind>, the number of bad rows, unless it is 0.
+    Raises: BadNumberError naming the rows if the policy is to stop.
+    """
+    count, action = int(bad.sum()), getattr(policy, kind)
+    if count == 0 or action == "ignore":
+        return batch, {}
+    metrics = {{"log_prob": "num_bad_log_prob", "empty_answer": "num_bad_empty_answer"}[kind]: float(count)}
+    if action == "skip":
+        return None, metrics
+    if action == "drop":
+        return replace(batch, loss_mask=torch.where(bad[:, None], torch.zeros_like(batch.loss_mask), batch.loss_mask)), metrics
+    rows = bad.nonzero().flatten().tolist()[:_MOST_NAMED]
+    names = ", ".join(describe_sample(samples[row]) if samples else f"row {row}" for row in rows)
+    more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
+    what = {"log_prob": "a log-prob that is not finite", "empty_answer": "an answer of at most one token"}[kind]
+    raise BadNumberError(
+        f"{count} of {batch.num_rows} rows have {what}: {names}{more}; and the policy for {kind} is to stop. Nothing was updated. Look at "
+        f"these rollouts, or set on_bad.{kind} to drop (these rows) or skip (the update)",
+        kind,
+    )
+
+
+def refuse_all_masked(policy: BadNumbers, what: str) -> dict[str, float]:
+    """Return the metrics of a batch without a token to train on. Raises BadNumberError if the policy is to stop. what: the batch."""
+    if policy.all_masked == "stop":
+        raise BadNumberError(
+            f"{what} has no token with loss_mask > 0, and the policy for all_masked is to stop. Nothing was updated. Look at the data and "
+            "at what masks them, or set on_bad.all_masked to skip",
+            "all_masked",
+        )
+    return {"num_bad_all_masked": 1.0}
+
+
+def describe_left_out() -> dict[str, float]:
+    """Return the metrics of a step whose update was left out before it was computed."""
+    return {"num_tokens": 0.0, "num_updates": 0.0, "update_skipped": 1.0}
+
+
+def _find_trained(batch: TrainBatch) -> Tensor:
+    return (batch.loss_mask > 0) & batch.trainable[:, None]

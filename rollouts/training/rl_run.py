@@ -23,6 +23,7 @@ from rollouts.algorithms.presets import grpo
 from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
+from rollouts.data.filters import describe_left_out, find_empty_answers, sift_rows
 from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import check_versions, select_trainable, with_reward
 from rollouts.engines.protocol import (
@@ -32,7 +33,7 @@ from rollouts.engines.protocol import (
     get_engine_features,
     require_engine_feature,
 )
-from rollouts.errors import CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
+from rollouts.errors import BadNumberError, CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.checkpoints import RUN_STATE_FILE
@@ -72,6 +73,7 @@ from rollouts.training.weight_sync import (
 )
 from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
 
+_MOST_NAMED = 8  # prompts in a message
 CRITIC_DIRECTORY = "critic"
 """Directory of the critic in a checkpoint."""
 
@@ -332,7 +334,11 @@ class RLRun:
         if self._checkpoints is not None:
             self._checkpoints.check()  # a run that cannot be saved ends soon
         async with note_checkpoint(step + 1, self._checkpoints):
-            return await self._train(step, rollouts)
+            try:
+                return await self._train(step, rollouts)
+            except BadNumberError as error:
+                error.add_note(f"its rollouts are those of the prompts {_name_prompts(rollouts)}")
+                raise
 
     async def _train(self, step: int, rollouts: RolloutBatch) -> Metrics:
         config, parts, kl_control = self.config, self.parts, self._kl_control
@@ -346,6 +352,8 @@ class RLRun:
         batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True, with_experts=config.router_replay)
         if config.router_replay:
             check_recorded_experts(batch, samples)
+        sifted, bad = sift_rows(batch, find_empty_answers(batch), "empty_answer", config.bad_numbers, samples)
+        batch = batch if sifted is None else sifted
         if config.mask_truncated:
             batch = mask_truncated_rows(batch, samples)
         parity, algorithm = await self._compare(step, batch, rollouts)
@@ -354,16 +362,21 @@ class RLRun:
         if parts.record is not None:
             chosen = tuple(parts.record.select(step + 1, rollouts))
             plan = replace(plan, record=RecordRequest(rows=chosen, on_update=partial(parts.record.write, step + 1, rollouts)))
-        metrics = parity | await train_on_rollouts(
-            parts.backend,
-            batch,
-            algorithm,
-            plan,
-            reference=parts.reference,
-            critic=parts.critic,
-            on_estimate=None if parts.on_estimates is None else partial(parts.on_estimates, step + 1, rollouts),
-            samples=samples,
+        trained = (
+            describe_left_out()
+            if sifted is None
+            else await train_on_rollouts(
+                parts.backend,
+                batch,
+                algorithm,
+                plan,
+                reference=parts.reference,
+                critic=parts.critic,
+                on_estimate=None if parts.on_estimates is None else partial(parts.on_estimates, step + 1, rollouts),
+                samples=samples,
+            )
         )
+        metrics = parity | trained | bad
         if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
@@ -393,6 +406,7 @@ class RLRun:
             router_balance_coef=config.router_balance_coef,
             dropout=config.dropout,
             skip_redundant=config.skip_redundant,
+            bad_numbers=config.bad_numbers,
         )
 
     async def _compare(self, step: int, batch: TrainBatch, rollouts: RolloutBatch) -> tuple[Metrics, Algorithm]:
@@ -532,6 +546,13 @@ class RLRun:
         logger, due = self.parts.metrics_logger, is_due(finished, self.config.log_every, self.config.num_steps)
         if logger is not None and (stopping or self.has_ended or due or self.is_evaluation_due(finished)):
             logger.log(metrics, finished)
+
+
+def _name_prompts(rollouts: RolloutBatch) -> str:
+    """Name the prompts of a batch by their numbers, as in the ledger of a run."""
+    numbers = sorted({sample.group_index for sample in rollouts.samples})
+    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
+    return ", ".join(map(str, numbers[:_MOST_NAMED])) + more
 
 
 def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], float] | None) -> tuple[Sample, ...]:

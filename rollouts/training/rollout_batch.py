@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,8 @@ from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import value_loss
 from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
 from rollouts.batches import plan_minibatches, select_rows
+from rollouts.config import BadNumbers
+from rollouts.data.filters import describe_left_out, find_bad_log_probs, refuse_all_masked, sift_rows
 from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, DataError, raise_single_errors
 from rollouts.seeds import derive_seed
@@ -213,6 +215,7 @@ class UpdatePlan:
     skip_redundant: bool = True  # compute prompts that rows of a group share once, and run no backward pass for rows without a gradient:
     # the same numbers up to rounding; False = bit for bit those of each row by itself
     record: RecordRequest | None = None  # request for what the updates see of some rows; its call is waited for
+    bad_numbers: BadNumbers = field(default_factory=BadNumbers)  # policy for log_prob and all_masked
 
 
 async def train_on_rollouts(
@@ -230,7 +233,7 @@ async def train_on_rollouts(
 
     The ratio is anchored to the log-probs before the first of these steps. If there is only one step and only the loss reads them
     (Algorithm.loss_only), they are taken from its own pass, which saves a forward pass; without dropout the numbers are the same. A batch
-    without a trained token changes nothing; its metrics are num_tokens and num_updates, both 0.
+    without a trained token changes nothing; its metrics are num_tokens and num_updates, both 0, and num_bad_all_masked, 1.
 
     Args:
         batch: rows with rewards and rollout_log_probs; the columns in algorithm.requires are filled here.
@@ -249,7 +252,7 @@ async def train_on_rollouts(
     """
     plan = plan or UpdatePlan()
     if not find_trained_rows(batch):
-        return {"num_tokens": 0.0, "num_updates": 0.0}
+        return {"num_tokens": 0.0, "num_updates": 0.0} | refuse_all_masked(plan.bad_numbers, "the rollout batch")
     num_updates = 0 if plan.only_critic else plan.num_epochs * plan.num_minibatches
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=plan.kl_coef is not None)
     batch = await fill_columns(
@@ -262,6 +265,10 @@ async def train_on_rollouts(
         skip=skipped,
         current_version=plan.current_version,
     )
+    sifted, bad = sift_rows(batch, find_bad_log_probs(batch), "log_prob", plan.bad_numbers, samples)
+    if sifted is None or not find_trained_rows(sifted):
+        return describe_left_out() | bad
+    batch = sifted
     batch, metrics = _estimate(replace(batch, dropout=plan.dropout), algorithm, plan.kl_coef, samples)
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
@@ -272,7 +279,7 @@ async def train_on_rollouts(
         told = plan.record.on_update(await _take_recorded(backend) if plan.record.rows else {})
         if inspect.isawaitable(told):
             await told
-    return metrics
+    return metrics | bad
 
 
 def _mark_recorded(batch: TrainBatch, backend: TrainingBackend, record: RecordRequest | None) -> TrainBatch:

@@ -176,12 +176,15 @@ def merge_step_metrics(parts: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def mean_step_metrics(steps: Sequence[Mapping[str, float]]) -> Metrics:
-    """Average the metrics of several optimizer steps: token-weighted means; num_tokens adds; lr is the last one's."""
+    """Average the metrics of several optimizer steps: token-weighted means; num_tokens and num_bad_... add; lr is the last one's."""
     assert steps, "expected the metrics of at least one optimizer step"
-    skip = ("num_tokens", "lr")
+    counted = sorted({name for step in steps for name in step if name.startswith("num_bad_")})
+    bad = {name: sum(step.get(name, 0.0) for step in steps) for name in counted}
+    skip = ("num_tokens", "lr", *bad)
     # a skipped update counts as one step; without tokens it would have no weight in any mean
     means = [({k: v for k, v in step.items() if k not in skip}, max(1, int(step["num_tokens"]))) for step in steps]
-    return merge_metrics(means) | {"num_tokens": sum(s["num_tokens"] for s in steps)} | {k: v for k, v in steps[-1].items() if k == "lr"}
+    sums = {"num_tokens": sum(s["num_tokens"] for s in steps)} | bad
+    return merge_metrics(means) | sums | {k: v for k, v in steps[-1].items() if k == "lr"}
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.protocol import BackendFeature, get_backend_features
 from rollouts.backends.ranks.distributed import init_distributed
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, ConfigError
 from rollouts.testing import create_tiny_model
@@ -258,7 +259,7 @@ def test_a_checkpoint_that_is_written_beside_training_is_that_of_its_moment(tmp_
 
 
 def test_too_many_skipped_updates_are_an_error():
-    backend = FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=1e-2), max_skipped_updates=1)
+    backend = FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=1e-2), bad_numbers=BadNumbers(max_skipped=1))
     batch = make_ragged()
     backend.forward_backward(replace(batch, loss_weights=batch.loss_weights * float("inf")), sft_loss)
     with pytest.raises(BackendError, match="not finite"):

@@ -26,6 +26,7 @@ from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import AdamW, create_adamw_optimizer
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.pytorch.files import read_trainer_state
+from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models import forward
@@ -208,7 +209,7 @@ async def test_gradients_are_clipped_to_the_norm_and_reported_before_clipping():
 
 async def test_non_finite_gradients_in_a_row_end_the_run():
     model = create_tiny_model()
-    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), max_skipped_updates=2)
+    backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3), bad_numbers=BadNumbers(max_skipped=2))
     bad = replace(draw_batch(0, LENGTHS), loss_weights=draw_batch(0, LENGTHS).loss_weights * float("nan"))
     await backend.forward_backward(bad, sft_loss).result()
     assert (await backend.optim_step().result())["update_skipped"] == 1.0

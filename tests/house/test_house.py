@@ -49,7 +49,7 @@ def test_pure_layers_have_no_clock_network_concurrency_or_global_randomness(path
 
 
 NAMES_OF_CHOICES = {  # what a configuration or a command line names; everywhere else a choice is a function or a flag
-    "config": {"Schedule", "Moments", "OnRewardError", "WeightSync", "ParityAction"},
+    "config": {"OnBadUpdate", "OnBadMeasure", "OnBadRow", "Schedule", "Moments", "OnRewardError", "WeightSync", "ParityAction"},
     "async_config": {"WhenQueueFull", "RolloutOrder", "OnStale", "OnFailure", "InFlight", "CheckpointInFlight", "MissedSegment"},
     "tokenize": {"OnOverflow"},
     "episode_config": {"OnRewrite", "OnEpisodeError"},

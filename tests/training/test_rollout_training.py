@@ -174,7 +174,7 @@ async def test_a_batch_without_a_trained_token_changes_nothing():
     batch = draw_rollouts()
     backend = FakeBackend()
     metrics = await train_on_rollouts(backend, replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), ANCHORED)
-    assert metrics == {"num_tokens": 0.0, "num_updates": 0.0}
+    assert metrics == {"num_tokens": 0.0, "num_updates": 0.0, "num_bad_all_masked": 1.0}
     assert backend.calls == []
 
 

@@ -16,6 +16,7 @@ import trio
 from rollouts import errors
 from rollouts.errors import (
     BackendError,
+    BadNumberError,
     BlockingCallError,
     CheckpointError,
     ConfigError,
@@ -59,6 +60,7 @@ TREE = [
     (ToolArgumentError, RolloutsError, ValueError),
     (SandboxError, RolloutsError, RuntimeError),
     (BackendError, RolloutsError, RuntimeError),
+    (BadNumberError, BackendError, RuntimeError),
     (CheckpointError, RolloutsError, RuntimeError),
     (EngineError, RolloutsError, RuntimeError),
     (EngineRequestError, EngineError, RuntimeError),

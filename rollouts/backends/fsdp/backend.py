@@ -41,8 +41,10 @@ from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (
     Scheduler,
     UpdateCounts,
+    Worst,
     check_skipped_updates,
     check_updated,
+    judge_update,
     trained_parameters,
     update_parameters,
 )
@@ -51,6 +53,7 @@ from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failu
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, UnreadMetrics, list_recorded
 from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
+from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import BackendError
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
@@ -107,7 +110,7 @@ class FSDPTrainingBackend:
         chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        max_skipped_updates: int = 10,
+        bad_numbers: BadNumbers | None = None,
         compute_outputs: ComputeOutputs = compute_log_probs,
         rows_per_unit: int = 1,
         save_in_background: bool = False,
@@ -123,7 +126,7 @@ class FSDPTrainingBackend:
             mesh: result of create_mesh; None = made here.
             create_schedule: creates the schedule of the learning rate; None = constant.
             max_grad_norm: norm that the gradient is scaled down to, unless config.clip_grad is set; inf = no clipping.
-            chunk_size, tokenizer, weight_version, max_skipped_updates, compute_outputs: as in PyTorchTrainingBackend.
+            chunk_size, tokenizer, weight_version, bad_numbers, compute_outputs: as in PyTorchTrainingBackend.
             rows_per_unit: consecutive rows that go to one rank together: 2 for losses that compare the two rows of a pair.
             save_in_background: save_checkpoint returns when everything is copied to host memory, and writes during training; the next
                 save_checkpoint and close() wait for the write and raise its error.
@@ -143,7 +146,7 @@ class FSDPTrainingBackend:
         self._max_grad_norm = max_grad_norm if self.config.clip_grad is None else self.config.clip_grad
         dtype = torch.float32 if self.config.mixed_precision is None else torch.bfloat16
         self._options = OutputOptions(compute_dtype=dtype, chunk_size=chunk_size)
-        self._max_skipped_updates = max_skipped_updates
+        self._bad_numbers = bad_numbers or BadNumbers()
         self._compute_outputs = compute_outputs
         self._has_gradient = False
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
@@ -219,22 +222,28 @@ class FSDPTrainingBackend:
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Clip, update, advance the schedule, clear the gradient; the same on every rank.
 
-        If the gradient is not finite on one rank, all ranks skip the update: update_skipped = 1 in the metrics.
+        If a number is bad on one rank, all ranks do the same with the update, see BadNumbers.
 
         Returns: grad_norm (whole gradient, before clipping), lr (of this update), update_skipped; for a mixture of experts those of
             summarize_load, over all ranks.
-        Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
+        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row; BackendError if an update left a
+            non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         with self._operation("optim_step"):
             metrics, self.counts = update_parameters(
-                self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm, read=self._read_norm
+                self.optimizer,
+                self.scheduler,
+                self.counts,
+                max_grad_norm=self._max_grad_norm,
+                read=self._read_norm,
+                judge=self._judge,
             )
             metrics |= summarize_load(self._sum_load(self._load))
         self._load = self._counted = None
         self._has_gradient = False
         self._check_updated()
-        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
@@ -453,6 +462,13 @@ class FSDPTrainingBackend:
         """Read the norm of the whole gradient, and the metrics of this rank that nobody has read."""
         full = getattr(norm, "full_tensor", None)  # a method that all ranks must call
         return self._reads.read(norm if full is None else full())
+
+    def _judge(self, norm: float, counts: UpdateCounts) -> str | None:
+        """Judge the update by the numbers of all ranks, so that all decide alike."""
+        own = self._reads.take_worst()
+        found = gather_values(self.ranks, (own.is_loss_finite, own.max_ratio), operation="looking at the losses of an update")
+        worst = Worst(all(is_finite for is_finite, _ in found), max(ratio for _, ratio in found))
+        return judge_update(norm, counts, worst=worst, policy=self._bad_numbers)
 
     def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:
         """Sum the loads of all ranks' rows; None = this rank has none. Every rank must call it."""

@@ -210,6 +210,7 @@ def _assemble(
         rule.create_optimizer,
         create_schedule=rule.create_scheduler,
         max_grad_norm=rule.max_grad_norm,
+        bad_numbers=rule.bad_numbers,
         config=place.config,
         ranks=place.ranks,
         tokenizer=place.tokenizer,

@@ -103,7 +103,6 @@ class TorchFuncTrainingBackend:
         chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        max_skipped_updates: int = 10,
         compute_outputs: ComputeOutputs = compute_log_probs,
         seed: int = 0,
     ) -> None:
@@ -115,7 +114,6 @@ class TorchFuncTrainingBackend:
             chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
-            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
             compute_outputs: compute_log_probs (a policy) or compute_values (a critic).
             seed: seed of dropout.
 
@@ -129,7 +127,6 @@ class TorchFuncTrainingBackend:
         self.rule = rule
         self.tokenizer = tokenizer
         self.weight_version = weight_version
-        self._max_skipped_updates = max_skipped_updates
         self._compute_outputs = compute_outputs
         self._reads = MetricReads()
         self._evaluate = create_forward(self.model, compute_outputs, options, training=False)
@@ -165,11 +162,11 @@ class TorchFuncTrainingBackend:
         return ImmediateTrainFuture(self._reads.add(self._reads.keep_recorded(metrics, recorded)), "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
-        """Run apply_update. Raises BackendError for a non-finite parameter, and after max_skipped_updates skips in a row."""
-        self.state, metrics = apply_update(self.state, self.rule, self._reads.read)
+        """Run apply_update. Raises BackendError for a non-finite parameter; BadNumberError as rule.bad_numbers says."""
+        self.state, metrics = apply_update(self.state, self.rule, self._reads.read, self._reads.take_worst)
         self._show()
         check_updated(self.state.parameters.items(), self.state.counts)
-        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self.rule.bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:

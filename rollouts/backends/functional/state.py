@@ -9,7 +9,6 @@ model.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollouts.backends.optim.optimizers import AdamW
-from rollouts.backends.optim.updates import UpdateCounts, count_update, read_scalar
+from rollouts.backends.optim.updates import UpdateCounts, Worst, count_update, describe_bad, judge_update, read_scalar
 from rollouts.backends.protocol import list_metrics
 from rollouts.backends.unread_metrics import MetricReads, UnreadMetrics
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
@@ -94,16 +93,19 @@ def count_experts(state: TrainState, batch: TrainBatch, forward: ForwardFn) -> T
     return replace(state, counted_load=add_loads(state.counted_load, outputs.expert_load))
 
 
-def apply_update(state: TrainState, rule: AdamW, read: Callable[[Tensor], float] = read_scalar) -> tuple[TrainState, dict[str, float]]:
+def apply_update(
+    state: TrainState, rule: AdamW, read: Callable[[Tensor], float] = read_scalar, find_worst: Callable[[], Worst] = Worst
+) -> tuple[TrainState, dict[str, float]]:
     """Update the trained parameters once by the accumulated gradient.
 
     m' = b1 m + (1 - b1) g;  v' = b2 v + (1 - b2) g^2;  p' = p - lr (wd p + m' / (1 - b1^n) / (sqrt(v' / (1 - b2^n)) + eps))
 
-    with g the gradient, scaled down to max_grad_norm if its norm is larger, and wd = 0 for parameters that are no matrix. A non-finite
-    gradient is not applied: only the counts of the state change, and update_skipped is 1.
+    with g the gradient, scaled down to max_grad_norm if its norm is larger, and wd = 0 for parameters that are no matrix. An update
+    with a bad number is not applied: only the counts of the state change, and update_skipped is 1.
 
     Args:
         read: reads the norm, and whatever else is to be read of the device with it.
+        find_worst: returns the worst of the numbers that were read.
 
     Returns: the state without gradient; grad_norm (before clipping), lr (of this update), update_skipped; for a mixture of experts those of
         summarize_load.
@@ -111,10 +113,11 @@ def apply_update(state: TrainState, rule: AdamW, read: Callable[[Tensor], float]
     """
     assert state.gradients is not None, "optim_step was called without a forward_backward since the last one"
     norm = read(global_norm(state.gradients))
-    lr, finite = rule.rate(state.counts), math.isfinite(norm)
-    metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)} | summarize_load(state.expert_load)
-    state = replace(state, counts=count_update(state.counts, finite=finite), expert_load=None, counted_load=None)
-    if not finite:
+    lr, kind = rule.rate(state.counts), judge_update(norm, state.counts, worst=find_worst(), policy=rule.bad_numbers)
+    metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(kind is not None)} | describe_bad(kind)
+    metrics |= summarize_load(state.expert_load)
+    state = replace(state, counts=count_update(state.counts, norm, applied=kind is None), expert_load=None, counted_load=None)
+    if kind is not None:
         return replace(state, gradients=None), metrics
     scale = min(1.0, rule.max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
     gradients = {name: value * scale for name, value in (state.gradients or {}).items()}
@@ -132,7 +135,7 @@ def train_step(
     for batch in batches:
         state, metrics = accumulate_gradient(state, batch, loss_fn, forward, with_entropy=with_entropy)
         parts.append(reads.add(metrics))
-    state, update = apply_update(state, rule, reads.read)
+    state, update = apply_update(state, rule, reads.read, reads.take_worst)
     found = [part.read() for part in parts]
     return state, {name: sum((part[name] for part in found), 0.0) for name in ("loss", "num_tokens")} | update
 

@@ -42,6 +42,7 @@ from rollouts.backends.optim.updates import check_skipped_updates, check_updated
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import cast_weights, check_written, finish_export, read_trainer_state, write_trainer_state
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
+from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.forward import admit_batch
@@ -88,7 +89,6 @@ class JAXTrainingBackend:
         chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        max_skipped_updates: int = 10,
     ) -> None:
         """
         Args:
@@ -97,7 +97,6 @@ class JAXTrainingBackend:
             chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
-            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
 
         Raises: ConfigError if JAX is missing, the model has features that are not implemented, or its log-probs differ from PyTorch's.
         """
@@ -108,7 +107,6 @@ class JAXTrainingBackend:
         self.rule = rule
         self.tokenizer = tokenizer
         self.weight_version = weight_version
-        self._max_skipped_updates = max_skipped_updates
         self._reads = MetricReads()  # keeps records alone: metrics are on the CPU
         self._skeleton = _create_skeleton(model)
         self._first_names = first_names(cast("dict[str, Tensor]", cast("Any", self._skeleton).state_dict(keep_vars=True)))
@@ -143,10 +141,10 @@ class JAXTrainingBackend:
         return ImmediateTrainFuture({name: float(value) for name, value in metrics.items()}, "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
-        """Run apply_update. Raises BackendError for a non-finite parameter, and after max_skipped_updates skips in a row."""
+        """Run apply_update. Raises BackendError for a non-finite parameter; BadNumberError after max_skipped skipped updates in a row."""
         self.state, metrics = apply_update(self.state, self.rule)
         check_updated(((name, to_tensor(value)) for name, value in self.state.weights.items()), self.state.counts)
-        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self.rule.bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
@@ -271,6 +269,13 @@ def create_jax_backend(
     """
     rule = create_rule(**adamw)
     rule.require_float32_moments("the JAX backend")
+    own, usual = rule.bad_numbers, BadNumbers()
+    if changed := [name for name in ("loss", "gradient", "gradient_spike", "ratio") if getattr(own, name) != getattr(usual, name)]:
+        raise ConfigError(
+            f"bad_numbers.{changed[0]} is {getattr(own, changed[0])!r}, but the JAX backend judges an update in its compiled program, "
+            f"which leaves out gradients that are not finite and nothing else: leave it at {getattr(usual, changed[0])!r}, or use "
+            "--backend.kind pytorch"
+        )
     require_jax()
     if parse_dtype(compute_dtype) != torch.float32:
         raise ConfigError(

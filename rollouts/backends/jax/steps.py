@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollouts.backends.jax.model import Array, DecoderConfig, PackedArrays, Weights, compute_log_probs, pack_arrays
 from rollouts.backends.optim.optimizers import AdamW
-from rollouts.backends.optim.updates import UpdateCounts, count_update
+from rollouts.backends.optim.updates import UpdateCounts, count_update, describe_bad
 from rollouts.backends.protocol import list_metrics
 from rollouts.errors import DataError
 from rollouts.models.forward import PackedRows, pack_padded
@@ -119,8 +119,8 @@ def apply_update(state: JAXTrainState, rule: AdamW) -> tuple[JAXTrainState, dict
     weights, optimizer, found = _programs().update(dict(state.weights), state.optimizer, dict(state.gradients), numbers, rule.betas)
     norm = float(found)
     finite = math.isfinite(norm)
-    counts = count_update(state.counts, finite=finite)
-    return JAXTrainState(weights, optimizer, None, counts), {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)}
+    counts, told = count_update(state.counts, norm, applied=finite), describe_bad(None if finite else "gradient")
+    return JAXTrainState(weights, optimizer, None, counts), {"grad_norm": norm, "lr": lr, "update_skipped": float(not finite)} | told
 
 
 def to_array(value: Tensor) -> Array:

@@ -12,7 +12,7 @@ import torch
 
 from rollouts.backends.optim.schedules import Schedule, choose_factor, warmup_constant
 from rollouts.backends.optim.updates import UpdateCounts
-from rollouts.config import Moments, OptimizerConfig
+from rollouts.config import BadNumbers, Moments, OptimizerConfig
 from rollouts.errors import ConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +27,7 @@ class AdamWArguments(TypedDict, total=False):
     weight_decay: float  # weight decay, on matrices only
     max_grad_norm: float  # norm that larger gradients are scaled down to; inf = no clipping
     moments: Moments  # format of Adam's two moments: float32, or 8bit, see create_8bit_optimizer
+    bad_numbers: BadNumbers  # policy for a loss, gradient or ratio that goes bad
 
 
 class _ScheduleArguments(AdamWArguments, total=False):
@@ -58,6 +59,7 @@ class AdamW:
     max_grad_norm: float = 1.0  # inf = no clipping
     schedule: Callable[[int], float] = field(default=lambda step: warmup_constant(step, warmup_steps=0))  # update number -> factor of lr
     moments: Moments = "float32"
+    bad_numbers: BadNumbers = field(default_factory=BadNumbers)
 
     def rate(self, counts: UpdateCounts) -> float:
         """Return the learning rate of the next update."""
@@ -87,13 +89,14 @@ def create_rule(**arguments: Unpack[ScheduledAdamWArguments]) -> AdamW:
     Raises: ConfigError for a value that OptimizerConfig does not allow, and for a falling schedule without total_steps.
     """
     given = cast("dict[str, Any]", dict(arguments))
-    total_steps = given.pop("total_steps", None)
+    total_steps, bad_numbers = given.pop("total_steps", None), given.pop("bad_numbers", BadNumbers())
     config = OptimizerConfig(**given)
     if total_steps is None and config.schedule != "constant":
         raise ConfigError(f"schedule is {config.schedule!r}, and total_steps is not given: say in how many optimizer steps it comes down")
     total_steps = 1 if total_steps is None else total_steps  # any number serves a constant schedule
     factor = choose_factor(config.schedule, warmup_steps=config.warmup_steps, total_steps=total_steps, min_lr_ratio=config.min_lr_ratio)
-    return AdamW(config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm, factor, config.moments)
+    plain = (config.lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm)
+    return AdamW(*plain, factor, config.moments, bad_numbers)
 
 
 def takes(arguments: type, **changed: Any) -> Callable[[F], F]:
@@ -106,7 +109,7 @@ def takes(arguments: type, **changed: Any) -> Callable[[F], F]:
         arguments: AdamWArguments, ScheduledAdamWArguments or EndingAdamWArguments.
         changed: defaults that are not those of OptimizerConfig.
     """
-    known = {f.name: f.default for f in fields(OptimizerConfig)} | {"total_steps": None} | changed
+    known = {f.name: f.default for f in fields(OptimizerConfig)} | {"total_steps": None, "bad_numbers": BadNumbers()} | changed
     required = [name for name, hint in get_type_hints(arguments, include_extras=True).items() if get_origin(hint) is Required]
     defaults = known | dict.fromkeys(required, inspect.Parameter.empty)
 

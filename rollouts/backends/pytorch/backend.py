@@ -21,6 +21,7 @@ from rollouts.backends.optim.updates import (
     UpdateCounts,
     check_skipped_updates,
     check_updated,
+    judge_update,
     read_counts,
     trained_parameters,
     update_parameters,
@@ -41,6 +42,7 @@ from rollouts.backends.pytorch.files import (
 from rollouts.backends.ranks.distributed import Ranks
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.backends.weights.export import alone, collect_pieces
+from rollouts.config import BadNumbers
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
 from rollouts.models.forward import (
     ComputeOutputs,
@@ -116,7 +118,7 @@ class PyTorchTrainingBackend:
         chunk_size: int | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         weight_version: int = 0,
-        max_skipped_updates: int = 10,
+        bad_numbers: BadNumbers | None = None,
         compute_outputs: ComputeOutputs = compute_log_probs,
         lora: LoRAConfig | None = None,
     ) -> None:
@@ -129,7 +131,7 @@ class PyTorchTrainingBackend:
             chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
-            max_skipped_updates: updates in a row with a non-finite gradient before BackendError.
+            bad_numbers: policy for a loss, gradient or ratio that goes bad; None = BadNumbers().
             compute_outputs: function of the hidden states: compute_log_probs (a policy) or compute_values (a critic).
             lora: the config that lora.add_adapters was called with; the optimizer updates the adapters alone. Snapshots and exports have
                 merged weights; load_weights replaces the weights below the adapters and resets the adapters.
@@ -150,7 +152,7 @@ class PyTorchTrainingBackend:
         self.weight_version = weight_version
         self.counts = UpdateCounts()
         self._max_grad_norm = max_grad_norm
-        self._max_skipped_updates = max_skipped_updates
+        self._bad_numbers = bad_numbers or BadNumbers()
         self._has_gradient = False
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of the passes since the last update
@@ -220,20 +222,27 @@ class PyTorchTrainingBackend:
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Clip, update, advance the schedule, clear the gradient.
 
-        A non-finite gradient is not applied: parameters and optimizer state are unchanged, and update_skipped is 1.
+        An update with a bad number is not applied: parameters and optimizer state are unchanged, and update_skipped is 1.
 
-        Returns: grad_norm (before clipping), lr (of this update), update_skipped; for a mixture of experts those of summarize_load.
-        Raises: BackendError after max_skipped_updates skipped updates in a row, or if an update left a non-finite parameter.
+        Returns: grad_norm (before clipping), lr (of this update), update_skipped, and num_bad_<kind> of an update left out; for a mixture
+            of experts those of summarize_load.
+        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row; BackendError if an update
+            left a non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         metrics, self.counts = update_parameters(
-            self.optimizer, self.scheduler, self.counts, max_grad_norm=self._max_grad_norm, read=self._reads.read
+            self.optimizer,
+            self.scheduler,
+            self.counts,
+            max_grad_norm=self._max_grad_norm,
+            read=self._reads.read,
+            judge=self._judge,
         )
         metrics |= summarize_load(self._load)
         self._load = self._counted = None
         self._has_gradient = False
         check_updated(trained_parameters(self.model), self.counts)
-        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._max_skipped_updates)
+        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
@@ -355,6 +364,9 @@ class PyTorchTrainingBackend:
         return ImmediateTrainFuture(None, "export_weights")
 
     # -- parts
+
+    def _judge(self, norm: float, counts: UpdateCounts) -> str | None:
+        return judge_update(norm, counts, worst=self._reads.take_worst(), policy=self._bad_numbers)
 
     def _load_sharded(self, directory: Path) -> ImmediateTrainFuture[None]:
         from rollouts.backends.fsdp.checkpoint import load_sharded  # imports torch.distributed, which this backend does not need
