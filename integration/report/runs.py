@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from integration.run.directory import compare_settings, read_facts
 from integration.run.display import name_measure
+from integration.run.warnings import WARNINGS_FILE, read_warnings
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.task_defaults import find_default
@@ -120,7 +121,8 @@ def read_lines(path: Path) -> tuple[Line, ...]:
 
 
 def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
-    """Find the warnings of a run: those of summary.json, and those that its lines of metrics give."""
+    """Find the warnings of a run: those of warnings.jsonl and summary.json, and those that its lines of metrics give."""
+    logged = read_warnings(path / WARNINGS_FILE)
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
         told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
@@ -128,7 +130,7 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
         told = []  # a run that goes on, or was killed
     for stage in ("sft", "rl"):
         told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], in_rl=stage == "rl")
-    return tuple(dict.fromkeys(told))
+    return tuple(dict.fromkeys([*logged, *told]))
 
 
 def read_settings_of(path: Path) -> tuple[Setting, ...]:

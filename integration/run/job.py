@@ -48,6 +48,7 @@ from integration.run.profile import RunProfile
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, run_rl, run_sft
 from integration.run.summary import draw_curves, summarize_run, tell_story
+from integration.run.warnings import keep_warnings
 from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
 from integration.settings.config import Config, create_output_dir
 from integration.settings.episodes import EPISODE_TASKS
@@ -133,7 +134,7 @@ def favor_computation() -> Generator[None]:
         sys.setswitchinterval(interval_s)
 
 
-def prepare_run(command: CommandLine, output_dir: Path) -> RunInputs:
+def prepare_run(command: CommandLine, output_dir: Path, tell: Callable[[str], None]) -> RunInputs:
     """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Returns and raises as prepare_directory."""
     saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "sft")]
     if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and any(map(has_checkpoints, checkpoint_dirs)):
@@ -145,7 +146,7 @@ def prepare_run(command: CommandLine, output_dir: Path) -> RunInputs:
         resume=command.resume,
         may_change=MAY_CHANGE_ON_RESUME,
         checkpoint_dirs=checkpoint_dirs,
-        tell=partial(print, file=sys.stderr, flush=True),
+        tell=tell,
         accepts_changed_data=command.accept_changed_data,
     )
 
@@ -264,8 +265,8 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
     check_best(config, task, command.mode)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say: Callable[[str], None] = (lambda text: None) if command.quiet else partial(print, flush=True)
-    with lock_run_directory(output_dir), log_to_stderr(command.log_levels):
-        inputs = prepare_run(command, output_dir)
+    with lock_run_directory(output_dir), log_to_stderr(command.log_levels), keep_warnings(output_dir) as tell:
+        inputs = prepare_run(command, output_dir, tell)
         say(f"run directory: {output_dir}; {describe_hardware(config)}")
         for warning in warnings:
             _logger.warning("%s", warning)

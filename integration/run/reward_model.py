@@ -28,9 +28,11 @@ from integration.run.exit_status import EXIT_STOPPED
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, finished_checkpoint, read_step, restore_best
 from integration.run.summary import describe_best, draw_curves, find_best
+from integration.run.warnings import keep_warnings
 from integration.settings.command_line import MODEL_DIRECTORY
 from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.help_text import name_as_started
+from integration.settings.log_levels import DEFAULT_LEVEL, log_to_stderr, parse_log_level
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend
@@ -260,7 +262,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed
     recorded, config = find_models(config, quiet=quiet)
     start = create_parts(config, say)  # finds errors of the data before anything is written
     output_dir = create_output_dir(named, datetime.now().strftime("%Y%m%d-%H%M%S") + "-reward-model")
-    with lock_run_directory(output_dir):
+    with lock_run_directory(output_dir), log_to_stderr(parse_log_level(DEFAULT_LEVEL)), keep_warnings(output_dir) as tell:
         inputs = prepare_directory(
             output_dir,
             fix_hardware(recorded),
@@ -268,7 +270,7 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed
             resume=resume,
             may_change=MAY_CHANGE_ON_RESUME,
             checkpoint_dirs=[output_dir / CHECKPOINTS],
-            tell=partial(print, file=sys.stderr, flush=True),
+            tell=tell,
             accepts_changed_data=accepts_changed_data,
         )
         say(f"run directory: {output_dir}; {describe_hardware(config)}")

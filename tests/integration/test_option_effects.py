@@ -16,6 +16,7 @@ from integration.parts import engines as engines_module
 from integration.parts.engines import create_fleet_config, create_server_config, create_server_engine, transfer_args
 from integration.parts.rewards import load_task_reward
 from integration.parts.sharded_models import fsdp_config
+from integration.report.runs import read_run
 from integration.run.stages import create_rollout_config, create_task, template_kwargs
 from integration.settings import command_line
 from integration.settings.command_line import parse_command_line
@@ -399,6 +400,7 @@ def test_a_run_logs_the_warning_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(argv) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "options without effect" in line]
     assert "WARNING integration.run.job" in line and "--backend.timeout-s 9.0 needs --backend.kind fsdp" in line
+    assert [text for text in read_run(tmp_path / "run").warnings if text in line] == [line.partition(": ")[2]], "the report shows it"
 
 
 @pytest.mark.parametrize(

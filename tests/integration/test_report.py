@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import logging
 import math
 import re
 import tracemalloc
@@ -22,6 +23,7 @@ from integration.report.page import read_report, render
 from integration.report.rollouts import choose_rollouts, describe_record, find_columns, take_groups, to_json
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
+from integration.run.warnings import keep_warnings, read_warnings
 from integration.view.__main__ import view
 from integration.view.arguments import Arguments
 from integration.view.gradient import explain_gradient
@@ -306,3 +308,29 @@ def test_groups_are_read_whole_wherever_their_lines_stand(tmp_path: Path):
     assert [r.sample.index for r in iterate_records(path, {0, 2})] == [5, 0, 2, 3]
     (chunk,) = choose_rollouts(tmp_path, 0, max_tokens=12).chunks
     assert [row[:2] for row in chunk.rows] == [(0, 0), (0, 3), (1, 1), (1, 4)]
+
+
+def test_warnings_are_kept_once_each_also_of_an_interrupted_and_resumed_run(run: Path, capsys: pytest.CaptureFixture[str]):
+    logger = logging.getLogger("rollouts.somewhere")
+    for _ in range(2):  # the second is the resumed run
+        with keep_warnings(run) as tell:
+            logger.warning("the KL is %s\x1b[31m", 3)
+            logger.error("a server ended: http://me:secret@host/")
+            logger.info("no warning")
+            tell("warning: a checkpoint is passed over")
+            tell("rl.seed is new")
+    logger.warning("after the run")
+    with (run / "warnings.jsonl").open("a") as file:
+        file.write('{"logger": "x", "te')  # cut by a kill
+    first, second, third, last = read_run(run).warnings
+    assert first.startswith("the KL is 3") and "\x1b" not in first
+    assert "a server ended" in second and "secret" not in second
+    assert (third, last) == ("a checkpoint is passed over", "the disk was slow")
+    assert capsys.readouterr().err.count("rl.seed is new") == 2
+
+
+def test_a_file_of_warnings_has_an_end(tmp_path: Path):
+    with keep_warnings(tmp_path):
+        for k in range(300):
+            logging.getLogger("rollouts.somewhere").warning("step %d is slow", k)
+    assert len(read_warnings(tmp_path / "warnings.jsonl")) == 200
