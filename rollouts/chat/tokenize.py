@@ -295,7 +295,8 @@ def render_messages(
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in template_kwargs:
         raise DataError(
             "the tokenizer has no chat template, so messages cannot become text: set tokenizer.chat_template, use the tokenizer of an "
-            "instruction-tuned model, or pass a plain string prompt"
+            "instruction-tuned model, or give plain texts: a str as the prompt, in rows the columns prompt and completion (questions with "
+            "answers are read so with --data.columns prompt=question,completion=answer,ground_truth=answer)"
         )
     chat = [message.to_dict() for message in messages]
     try:

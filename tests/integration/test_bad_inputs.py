@@ -113,6 +113,11 @@ def make_index_without_files() -> None:
     make_file("model/model.safetensors.index.json", '{"weight_map": {}}')()
 
 
+def without_template() -> None:
+    edit("tokenizer_config.json", chat_template=None)()
+    Path("model/chat_template.jinja").unlink(missing_ok=True)
+
+
 def nothing() -> None:
     pass
 
@@ -174,6 +179,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]
     ),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), OWN, ("has no tokenizer (none of tokenizer.json",)),
     "a tokenizer of another model": (edit("config.json", vocab_size=20), OWN, ("weights of other shapes",)),
+    "SFT of messages without a template": (
+        without_template, ("--mode", "sft", *OWN[2:]), ("rows.jsonl, line 1", "no chat template", "prompt=question,completion=answer,"),
+    ),
     "no end of text": (edit("tokenizer_config.json", eos_token=None), OWN, ("has no end-of-text token", "set eos_token")),
     "adapters of another family": (nothing, (*OWN, "--lora.rank", "4", "--lora.target-modules", "c_attn"), ("c_attn",)),
     "an unknown GPU": (nothing, (*OWN, "--model.device", "cuda:99"), ("device is 'cuda:99'", "torch sees no CUDA GPU")),
@@ -217,3 +225,11 @@ def test_a_broken_template_is_told_where_the_rows_are_texts_and_refused_where_th
     assert main([*OWN, "--dry-run"]) == 0
     told = capsys.readouterr()
     assert "the chat template is not a template of Jinja" in told.out + told.err and "those of plain text can" in told.out + told.err
+
+
+def test_questions_are_plain_text_of_both_stages_where_the_columns_say_so(place: Path, capsys: pytest.CaptureFixture[str]):
+    without_template()
+    columns = ("--data.columns", "prompt=question,completion=answer,ground_truth=answer", "--data.eval-fraction", "0.5")
+    sizes = ("--sft.num-steps", "1", "--rl.num-steps", "1", "--rl.prompts-per-step", "2", "--rl.samples-per-prompt", "2")
+    budget = ("--generation.max-tokens", "2", "--output-dir", "run", "--quiet")
+    assert main(["--mode", "sft+rl", *OWN[2:], *columns, *sizes, *budget]) == 0, capsys.readouterr().err
