@@ -38,6 +38,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "convert": Program("convert a trained model to a plain Hugging Face directory", "integration.convert.__main__"),
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
         "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
+        "gateway": Program("serve a model behind the APIs of chat programs, and record what they sample", "integration.gateway"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
         "verify": Program("check a run directory: metrics, ledger, checkpoints, and where it can go on", "integration.verify.__main__"),

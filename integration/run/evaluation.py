@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from integration.parts.agents import create_agents, has_reward
 from integration.run.display import GRADED
 from integration.settings.config import Config, generation_config, reward_config, turn_tokens
 from integration.tasks.task import Task
@@ -21,7 +23,7 @@ from rollouts.config import RewardConfig, parse_metric
 from rollouts.data.trajectories import write_samples
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
 from rollouts.errors import ConfigError, raise_single_errors
-from rollouts.generation.contract import note_prompt
+from rollouts.generation.contract import note_prompt, score_generated_group
 from rollouts.generation.evaluation import EVALUATION_PREFIX, evaluate_prompts, summarize_evaluation
 from rollouts.generation.single_turn import GroupSettings
 from rollouts.rewards.evaluate import RewardFn, score_group
@@ -80,6 +82,8 @@ class Evaluation:
         return metrics
 
     async def _run(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        if self.config.agent.is_used:
+            return await self._run_agents(params)
         if self.task.episodes is not None:
             return await evaluate_episodes(
                 EngineAgentPolicy(self.engine, self.tokenizer, params),
@@ -98,6 +102,23 @@ class Evaluation:
             settings=GroupSettings(seed=self.config.seed, template_kwargs=template_kwargs(self.config)),
             reward=reward_config(self.config),
         )
+
+    async def _run_agents(self, params: SamplingParams) -> tuple[dict[str, float], tuple[Sample, ...]]:
+        """Evaluate one run of the user's program per prompt, as evaluate_prompts does answers."""
+        config, prompts = self.config, self.task.heldout_prompts
+        generate = create_agents(config, [self.engine], self.tokenizer, params, template_kwargs(config), os.environ)
+        reward_fn = self.task.reward_fn if has_reward(config) else None
+        groups: dict[int, Group | None] = {}
+
+        async def evaluate_one(prompt: Prompt) -> None:
+            group = await generate(prompt, 1)
+            groups[prompt.index] = await score_generated_group(group, reward_fn, reward_config(config))
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for i, prompt in enumerate(prompts):
+                    nursery.start_soon(evaluate_one, replace(prompt, index=i))
+        return summarize_evaluation([groups[i] for i in range(len(prompts))], 1)
 
 
 def sampling_params(config: Config, task: Task) -> SamplingParams:

@@ -20,6 +20,7 @@ import trio
 from integration.expressions.algorithm import learns_from_single_samples
 from integration.expressions.filters import resolve_filter
 from integration.expressions.mixture import parse_columns, parse_mixture
+from integration.parts.agents import create_agents, has_reward
 from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
 from integration.parts.model_settings import check_companions, create_tokenizer, find_directory, read_model_config
 from integration.parts.models import open_companions
@@ -350,7 +351,7 @@ def create_rollout_config(
         n_baseline_samples=num_greedy,
         over_sampling_factor=config.rl.over_sampling_factor,
         generate_fn=create_task_generate_fn(config, task, engines, tokenizer, num_greedy),
-        reward_fn=task.reward_fn,
+        reward_fn=None if config.agent.is_used and not has_reward(config) else task.reward_fn,
         filter_fn=resolve_filter(config.rl.filter),
         segment_log_probs=config.asynchronous.segment_wise,
         max_filter_attempts=config.rl.max_filter_attempts,
@@ -363,6 +364,8 @@ def create_task_generate_fn(
 ) -> Callable[..., Any]:
     """Return the function that generates a group: responses to a prompt, or episodes."""
     params = sampling_params(config, task)
+    if config.agent.is_used:
+        return create_agents(config, engines, tokenizer, params, template_kwargs(config), os.environ, num_greedy=num_greedy)
     if task.episodes is None:
         return create_generate_fn(
             engines,

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from integration.settings.episodes import (
     EPISODE_TASKS,
+    AgentSection,
     EnvironmentSection,
     EpisodeSection,
+    check_agent,
     check_episode_sections,
     default_turns,
     observation_tokens,
@@ -90,6 +92,7 @@ class Config:
     generation: GenerationSection = field(default_factory=GenerationSection)
     episode: EpisodeSection = field(default_factory=EpisodeSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    agent: AgentSection = field(default_factory=AgentSection)
     reward: RewardSection = field(default_factory=RewardSection)
     backend: BackendSection = field(default_factory=BackendSection)
     lora: LoRASection = field(default_factory=LoRASection)
@@ -119,9 +122,10 @@ class Config:
         check_router_replay(self)
         check_cuda_graphs(self)
         check_episode_sections(self.task, self.episode, self.environment)
-        if self.task in EPISODE_TASKS:
+        check_agent(self.task, self.agent)
+        if self.task in EPISODE_TASKS or self.agent.is_used:
             check_episode_settings(self)
-        elif self.trajectories.steps:
+        if self.task not in EPISODE_TASKS and self.trajectories.steps:
             raise ConfigError(f"trajectories.steps is True, but the task {self.task!r} has a single turn: leave it out")
         sft_training_config(self)
         budget = response_tokens(self)
@@ -331,17 +335,19 @@ def check_cuda_graphs(config: Config) -> None:
 
 
 def check_episode_settings(config: Config) -> None:
-    """Raise ConfigError for settings that a task with several turns does not support, or that conflict."""
+    """Raise ConfigError for settings that a task with several turns, or a program of the user, does not support, or that conflict."""
+    what = "a program of yours (agent.command, agent.function)" if config.agent.is_used else f"the task {config.task!r}"
     if config.engine.one_request_per_group:
         raise ConfigError(
-            f"engine.one_request_per_group is True, but the samples of a prompt diverge in the task {config.task!r} and need separate "
-            "requests: leave it out"
+            f"engine.one_request_per_group is True, but the samples of a prompt diverge in {what} and need separate requests: leave it out"
         )
     if config.enable_segment_wise_ppo:
         raise ConfigError(
-            f"{SWITCH} is True, but an episode of the task {config.task!r} restarts after a weight sync and has no segments: leave it out, "
+            f"{SWITCH} is True, but an episode of {what} restarts after a weight sync and has no segments: leave it out, "
             "or use decoupled(...) without it"
         )
+    if config.task not in EPISODE_TASKS:
+        return
     actions, needed = response_tokens(config), episode_tokens(config)
     if config.model.path is None and (actions >= context_tokens(config) or needed > context_tokens(config)):
         is_known = EPISODE_TASKS[config.task].observation > 0

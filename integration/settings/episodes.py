@@ -97,6 +97,51 @@ class EnvironmentSection:
         return default if value is None else value
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentSection:
+    """A program of yours that plays the rollouts of RL and evaluation through a gateway. generation.max_tokens limits each answer."""
+
+    command: str | None = None  # program and arguments, such as 'python my_agent.py', run once for each sample; None = no program
+    function: str | None = None  # file.py:name or module:name of an async function of an AgentTask, instead of a command; None = none
+    max_answers: int | None = None  # maximum answers of the model in a run; None = no limit
+    max_tokens: int | None = None  # maximum sampled tokens of a run, checked before each request; None = no limit
+    timeout_s: float | None = 600.0  # seconds until a run is stopped; None = no limit
+    max_programs: int = 64  # runs at the same time
+    on_error: OnEpisodeError = "raise"  # a run that fails: raise = end training; retry the run; drop its group
+    max_retries: int = 2  # further attempts of a run, with on_error retry
+    failed_reward: float | None = None  # reward of a run that fails after it has sampled something; None = on_error decides
+    chat: bool | None = None  # apply the chat template; None = only with a model of your own that has one
+
+    def __post_init__(self) -> None:
+        from rollouts.gateway.processes import split_command  # imports trio, which the help does not need
+
+        both = self.command is not None and self.function is not None
+        check_setting(not both, "agent.function", self.function, "None beside agent.command: leave one of them out")
+        if self.command is not None:
+            split_command(self.command)
+        for name in ("max_answers", "max_tokens", "max_programs"):
+            value = getattr(self, name)
+            good = (value is None and name != "max_programs") or (isinstance(value, int) and value >= 1)
+            check_setting(good, f"agent.{name}", value, "at least 1" if name == "max_programs" else "at least 1, or None")
+        check_setting(self.max_retries >= 0, "agent.max_retries", self.max_retries, "at least 0")
+        check_setting(self.timeout_s is None or self.timeout_s > 0, "agent.timeout_s", self.timeout_s, "seconds above 0, or None")
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a program or a function plays the rollouts."""
+        return self.command is not None or self.function is not None
+
+
+def check_agent(task: str, agent: AgentSection) -> None:
+    """Raise ConfigError for a task whose environment makes its own problems, which a program cannot be given."""
+    if agent.is_used and task in ("grid_world", "environment"):
+        name = "command" if agent.command is not None else "function"
+        raise ConfigError(
+            f"agent.{name} is {getattr(agent, name)!r}, but the problems of the task {task!r} are those of its environment: add --task "
+            f"calculator, or your own rows with --task jsonl, or leave --agent.{name} out"
+        )
+
+
 def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
     """Return NAME=VALUE texts as a mapping. A VALUE that is JSON is decoded; any other stays text.
 

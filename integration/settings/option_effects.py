@@ -77,13 +77,15 @@ def launches_on_gpus(config: Config, mode: str) -> bool:
 
 
 def calls_reward(config: Config, mode: str) -> bool:
-    """Whether a reward function is called; otherwise the environment of the episodes gives all rewards."""
-    return config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None
+    """Whether a reward function is called; otherwise the environment of the episodes, or the user's program, gives all rewards."""
+    own = config.reward.function is not None or config.reward.model is not None
+    return own or (config.task not in EPISODE_TASKS and not config.agent.is_used)
 
 
 def drops_groups(config: Config, mode: str) -> bool:
     """Whether a group with a failed reward or environment is dropped from its batch and replaced."""
-    return (calls_reward(config, mode) and config.reward.on_error == "drop") or config.episode.on_environment_error == "drop"
+    agents = config.agent.is_used and config.agent.on_error == "drop"
+    return agents or (calls_reward(config, mode) and config.reward.on_error == "drop") or config.episode.on_environment_error == "drop"
 
 
 def reads_conversations(config: Config, mode: str) -> bool:
@@ -134,6 +136,7 @@ REFERENCE = Effect(
 CRITIC = Effect(holds=lambda c, m: "values" in c.algorithm.requires, needs="a critic, such as --rl.algorithm 'ppo()'", part="rl")
 ASYNC = Effect(holds=lambda c, m: c.rl.asynchronous.enabled, needs="--rl.asynchronous.enabled", part="rl")
 EPISODES = Effect(holds=lambda c, m: c.task in EPISODE_TASKS, needs=f"a task with several turns: --task {', '.join(EPISODE_TASKS)}")
+AGENT = Effect(holds=lambda c, m: c.agent.is_used, needs="a program of yours: --agent.command or --agent.function")
 REWARD = Effect(holds=calls_reward, needs="a reward function: --reward.function, or a task with a single turn")
 FSDP = Effect(holds=lambda c, m: c.backend.kind == "fsdp", needs="--backend.kind fsdp")
 ADAPTERS = Effect(holds=lambda c, m: c.lora.rank > 0, needs="--lora.rank")
@@ -241,6 +244,11 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "episode.on_tool_error": Effect(
         holds=lambda c, m: c.task in EPISODE_TASKS and EPISODE_TASKS[c.task].has_tools, needs="a task with tools: --task calculator"
     ),
+    "agent.command agent.function": ALWAYS,
+    " ".join(
+        f"agent.{name}" for name in ("max_answers", "max_tokens", "timeout_s", "max_programs", "on_error", "failed_reward", "chat")
+    ): AGENT,
+    "agent.max_retries": Effect(holds=lambda c, m: c.agent.is_used and c.agent.on_error == "retry", needs="--agent.on-error retry"),
     "environment.factory environment.parameters": _environment_of("environment"),
     "environment.state_key environment.similarity": Effect(
         holds=lambda c, m: c.task == "environment" and "turns" in c.algorithm.requires,

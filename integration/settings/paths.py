@@ -56,7 +56,7 @@ _MODELS = ("model.path", "reference.path", "critic.path", "reward.model")
 _DATA = ("data.path", "data.eval_path", "data.rollouts")
 _EXPRESSIONS = ("rl.algorithm", "rl.filter")  # besides the loggers, which are in no section
 _FUNCTIONS = (
-    *("reward.function", "trajectories.condition"),
+    *("reward.function", "trajectories.condition", "agent.function"),
     *(f"environment.{name}" for name in ("factory", "expert", "state_key", "similarity")),
 )
 PATHS: Mapping[str, Callable[[str], str]] = MappingProxyType(

@@ -84,6 +84,7 @@ class AgentConfig:
     max_retries: int = 2  # further runs with on_error "retry"; after the last one the failure is raised
     # reward of a run whose program failed or was stopped after it had sampled something: the model may be why. None = on_error decides
     failed_reward: float | None = None
+    must_report: bool = False  # whether a run that reports no reward has failed; False = a reward function judges it
     environment: Mapping[str, str] = field(default_factory=dict[str, str])  # variables of programs, for instance os.environ; {} = no others
     directory: str | None = None  # working directory of programs; None = this process's
 
@@ -102,7 +103,7 @@ class AgentConfig:
 
 
 class AgentFault(EpisodeError):
-    """A program of an agent failed, was stopped at its deadline, sampled nothing, or reported no reward where it should have."""
+    """A program of an agent failed, was stopped at its deadline, sampled nothing, or reported no reward that can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,17 +302,25 @@ class AgentGenerateFn:
             program, f"{task.to_json()}\n".encode(), environment=environment, directory=config.directory, timeout_s=config.timeout_s
         )
         if result.status == 0:
-            return _read_report(result.last_line)
+            return self._demand(_read_report(result.last_line), f"its last line is {result.last_line!r:.200}")
         end = result.stderr.strip()[-1000:]
         if result.status is None:
             return _Report(fault=f"it ran longer than {config.timeout_s:g} s (timeout_s); the end of its stderr: {end!r}", was_stopped=True)
         return _Report(fault=f"it ended with exit status {result.status}; the end of its stderr: {end!r}")
 
+    def _demand(self, report: _Report, found: str) -> _Report:
+        """Return a report, as a failure if it has no reward but must have one."""
+        if not self._config.must_report or report.reward is not None or report.fault is not None:
+            return report
+        advice = "let it end with a number, or a JSON object with reward, or give a reward function"
+        return _Report(fault=f"it reports no reward ({found}): {advice}")
+
     async def _call(self, function: AgentFunction, task: AgentTask) -> _Report:
         timeout_s = self._config.timeout_s
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             try:
-                return _take_report(await function(task), describe_function(function))
+                report = _take_report(await function(task), describe_function(function))
+                return self._demand(report, f"{describe_function(function)} returned None")
             except GenerationError:
                 raise
             except (Exception, SystemExit) as error:  # an error in the user's function

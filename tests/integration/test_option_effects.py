@@ -13,6 +13,7 @@ import pytest
 
 from integration.dry_run.describe import derive_numbers
 from integration.parts import engines as engines_module
+from integration.parts.agents import create_agents
 from integration.parts.engines import create_fleet_config, create_server_config, create_server_engine, transfer_args
 from integration.parts.rewards import load_task_reward
 from integration.parts.sharded_models import fsdp_config
@@ -43,7 +44,7 @@ from rollouts.config import RewardConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
-from rollouts.types import Prompt, Sample
+from rollouts.types import Prompt, Sample, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +106,7 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
         "rl", False,
         {"task": "environment", "environment.factory": "rollouts.environments.games.grid_world:GridWorld", "rl.algorithm": "gigpo"},
     ),
+    "program": ("rl", False, {"agent.command": "true", "agent.on_error": "retry"}),
     "own data": ("sft+rl", False, {**DATA, "data.max_length": 60, "reward.function": "rollouts.rewards.answers:exact_match"}),
     "only SFT of own data": ("sft", False, DATA),
     "unevaluated": ("sft", False, {**DATA, "evaluation.sampled": False, "data.eval_path": "DIR/heldout.jsonl"}),
@@ -120,6 +122,8 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "rl.asynchronous.enable_segment_wise_ppo": False, "rl.asynchronous.missed_segment": "proximal", "reference.path": "DIR",
     "critic.path": "DIR", "generation.max_tokens": 7, "generation.enable_thinking": False, "generation.stop": ("x",),
     "generation.top_p": 0.5, "generation.top_k": 5, "generation.min_p": 0.3,
+    "agent.command": "false", "agent.function": "rollouts.rewards.answers:exact_match", "agent.max_answers": 3, "agent.max_tokens": 9,
+    "agent.on_error": "drop", "agent.failed_reward": 0.5, "agent.chat": True,
     "episode.max_turns": 3, "episode.max_tokens": 9, "episode.max_context": 99, "episode.stop_regex": "x",
     "episode.system_prompt": "x", "episode.chat": False, "episode.on_rewrite": "error", "episode.on_environment_error": "drop",
     "episode.on_tool_error": "raise", "environment.factory": "rollouts.environments.gym:GymEnvironment", "environment.size": 6,
@@ -243,8 +247,8 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     engines = [create_server_engine(config.engine, "http://127.0.0.1:1", {"KEY": "x"}) if config.engine.is_server else cast("Any", None)]
     task = Task(name="x", description="", train_prompts=(), heldout_prompts=(), sft_samples=(), reward_fn=len, max_tokens=8)
     rollout = replace(create_rollout_config(config, task, algorithm, engines, create_char_tokenizer()), generate_fn=len)
-    judged = config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None
-    drops = (judged and config.reward.on_error == "drop") or config.episode.on_environment_error == "drop"
+    agents = config.agent.is_used and config.agent.on_error == "drop"
+    drops = agents or (is_judged(config) and config.reward.on_error == "drop") or config.episode.on_environment_error == "drop"
     idle_filter = rollout.filter_fn is None and not drops
     yield replace(rollout, max_filter_attempts=1 if idle_filter else rollout.max_filter_attempts, reward=RewardConfig())
     if config.rl.asynchronous.enabled:
@@ -283,6 +287,12 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
         yield create_server_config(engine, "model", {}, device=config.model.device)
 
 
+def is_judged(config: Config) -> bool:
+    """Whether a reward function is called."""
+    own = config.reward.function is not None or config.reward.model is not None
+    return own or (config.task not in EPISODE_TASKS and not config.agent.is_used)
+
+
 def look(config: Config, mode: str, dry_run: bool) -> list[Any]:
     """Collect the values of observe(), and its error at the end if it raises one."""
     seen: list[Any] = []
@@ -310,11 +320,16 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
             yield evaluated
         if "sft" in mode:
             yield config.engine.max_slots, config.engine.prefix_cache_tokens
-        if config.task not in EPISODE_TASKS or config.reward.function is not None or config.reward.model is not None:
+        if is_judged(config):
             rewards = reward_config(config)
             yield rewards.timeout_s, rewards.on_error, rewards.max_retries if rewards.on_error == "retry" else None
         if config.reward.function is not None:
             yield type(load_task_reward(config.reward))
+    if config.agent.is_used:
+        agent = config.agent
+        generate = cast("Any", create_agents(config, [cast("Any", None)], create_char_tokenizer(), SamplingParams(), {}, {}))
+        yield generate._program, generate._gateway.chat
+        yield replace(generate._config, max_retries=agent.max_retries if agent.on_error == "retry" else 0)
     if config.task == "grid_world":
         yield create_world(config)
     if config.task in ("jsonl", "gsm8k", "environment"):

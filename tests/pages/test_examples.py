@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
 import nbclient
 import nbformat
+import needs
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -78,3 +80,16 @@ async def test_a_model_of_random_weights_learns_the_text_game():
     assert sum(rewards[-10:]) / 10 > baseline + 0.2
     assert greedy > baseline
     assert greedy <= best
+
+
+@needs.OPENAI
+def test_an_agent_of_the_openai_client_is_trained_as_it_is(tmp_path: Path):
+    example = runpy.run_path(str(ROOT / "examples" / "openai_agent.py"))
+    sizes = (
+        "--sft.num-steps 2 --sft.batch-size 4 --rl.num-steps 2 --rl.prompts-per-step 2 --rl.samples-per-prompt 4 --evaluation.num-prompts 4"
+    )
+    small = "--evaluation.num-prompts 4 --model.hidden-size 32 --model.num-layers 1 --quiet"
+    assert example["main"]([*sizes.split(), *small.split(), "--output-dir", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward_mean"] for line in lines if "reward_mean" in line] == pytest.approx([0.0] * 2, abs=0.5)
+    assert all("num_agents_failed" in line for line in lines if "reward_mean" in line)

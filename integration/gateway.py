@@ -1,0 +1,169 @@
+"""Serve a model behind the APIs of chat programs and print the address: `rollouts gateway [MODEL] --port 8000`.
+
+python -m integration.gateway is the same. MODEL is a model directory, a run, a checkpoint, an adapter, a name on the hub, or addresses of
+vLLM or SGLang servers joined by commas; without one, the small built-in model with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from integration.closed_stdout import ignore_closed_stdout
+from integration.run.exit_status import run_command
+from integration.settings.help_text import name_as_started
+from rollouts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollouts.engines.protocol import InferenceEngine
+
+PROGRAM = "python -m integration.gateway"
+HELP = f"""usage: {PROGRAM} [MODEL] [OPTIONS]
+
+Serve a model behind OpenAI's APIs and print the address. Each session (a path /sessions/KEY/v1, or an API key) is recorded;
+in code, rollouts.open_gateway gives its training samples.
+
+  MODEL                  a model directory, run, checkpoint or adapter, a name on the hub (ORG/NAME), or addresses of vLLM or
+                         SGLang servers joined by commas (default: the small built-in model with random weights)
+  --model.path MODEL     the same
+  --model.device DEVICE  cpu, cuda, cuda:N, mps or auto (default: auto)
+  --tokenizer DIR        tokenizer of a served model (default: the directory that the server says it serves)
+  --host ADDRESS         address to listen on; another one than loopback needs --token-variable (default: 127.0.0.1)
+  --port N               port (default: 0, any free one)
+  --token-variable NAME  environment variable with the API key that requests must show (default: none)
+  --chat yes|no          whether messages go through the chat template (default: yes if there is one)
+  --max-tokens N         tokens of an answer where a request says nothing (default: 256)
+  --max-in-flight N      completions at a time; further requests wait (default: 1024)
+  --timeout-s SECONDS    time for a request, waiting included; 0 = no limit (default: 600)
+  --seed N               seed of sampling where a request has none, and of the built-in model (default: 0)
+  --help                 this help
+
+example:
+  OPENAI_BASE_URL=http://127.0.0.1:8000/sessions/mine/v1 OPENAI_API_KEY=any python my_agent.py   # beside: {PROGRAM} DIR --port 8000"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """The command line."""
+
+    model: str | None
+    device: str
+    tokenizer: str | None
+    settings: dict[str, Any]  # fields of a GatewayConfig
+    max_tokens: int
+    seed: int
+
+
+def parse(argv: Sequence[str]) -> _Arguments:
+    """Return the arguments. Raises ConfigError; SystemExit for the help and for unknown options."""
+    if "--help" in argv or "-h" in argv:
+        with ignore_closed_stdout():
+            print(name_as_started(HELP))
+        raise SystemExit(0)
+    parser = argparse.ArgumentParser(prog=name_as_started(PROGRAM), add_help=False, allow_abbrev=False)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--model.path", dest="path")
+    parser.add_argument("--model.device", dest="device", default="auto")
+    parser.add_argument("--chat", choices=("yes", "no"))
+    for name in ("--tokenizer", "--token-variable"):
+        parser.add_argument(name)
+    parser.add_argument("--host", default="127.0.0.1")
+    for name, default in (("--port", 0), ("--max-tokens", 256), ("--max-in-flight", 1024), ("--seed", 0)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--timeout-s", type=float, default=600.0)
+    given = parser.parse_args(list(argv))
+    if given.model is not None and given.path is not None:
+        raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
+    token = None
+    if given.token_variable is not None:
+        token = os.environ.get(given.token_variable)
+        if not token:
+            raise ConfigError(f"--token-variable {given.token_variable} names no variable of the environment with a token: set it")
+    settings = {
+        "host": given.host,
+        "port": given.port,
+        "token": token,
+        "chat": None if given.chat is None else given.chat == "yes",
+        "max_in_flight": given.max_in_flight,
+        "timeout_s": given.timeout_s or None,
+        "seed": given.seed,
+    }
+    return _Arguments(
+        model=given.model or given.path,
+        device=given.device,
+        tokenizer=given.tokenizer,
+        settings=settings,
+        max_tokens=given.max_tokens,
+        seed=given.seed,
+    )
+
+
+@asynccontextmanager
+async def open_model(command: _Arguments) -> AsyncGenerator[tuple[InferenceEngine, Any]]:
+    """Open the engine of the model, with its tokenizer. Raises ConfigError, EngineError."""
+    from integration.eval.subjects import find_subject, fit_config, load_subject_tokenizer, open_subject
+    from integration.parts.engines import create_embedded_engine
+    from integration.parts.models import create_model
+    from integration.settings.config import Config
+    from integration.settings.sections import ModelSection
+
+    config = Config(seed=command.seed, model=ModelSection(device=command.device))
+    if command.model is None:
+        model, tokenizer = create_model(config)
+        async with create_embedded_engine(config, model, tokenizer, is_trained=False) as engine:
+            yield engine, tokenizer
+        return
+    subject = find_subject(command.model, config, command.tokenizer)
+    fitted = fit_config(config, subject)
+    tokenizer = load_subject_tokenizer(fitted, subject)
+    async with open_subject(fitted, subject, tokenizer, os.environ) as engine:
+        yield engine, tokenizer
+
+
+async def serve(command: _Arguments) -> None:
+    """Serve until the command is stopped."""
+    import trio
+
+    from rollouts.gateway import GatewayConfig, open_gateway
+    from rollouts.types import SamplingParams
+
+    config = GatewayConfig(params=SamplingParams(max_tokens=command.max_tokens), **command.settings)
+    async with open_model(command) as (engine, tokenizer), open_gateway(engine, tokenizer, config) as gateway:
+        print(gateway.url(), flush=True)
+        await trio.sleep_forever()
+
+
+def run(command: _Arguments) -> int:
+    """Run the server. Returns the exit status."""
+    import trio
+
+    trio.run(serve, command)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
+    return run_command(partial(parse, sys.argv[1:] if argv is None else argv), run, _goes_online, _name_as_typed)
+
+
+def _name_as_typed(message: str) -> str:
+    """Return the message of an error with the options of this command for the settings of the library."""
+    for name in ("host", "port", "timeout_s", "max_in_flight"):
+        message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
+    return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
+
+
+def _goes_online(command: _Arguments) -> bool:
+    from rollouts.models.hub import is_hub_name
+
+    return command.model is not None and is_hub_name(command.model.partition("@")[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

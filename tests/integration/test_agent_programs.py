@@ -1,0 +1,85 @@
+"""Programs of users in `rollouts train`, and `rollouts gateway`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from integration.gateway import main as serve
+from integration.settings.config import Config
+from integration.settings.episodes import AgentSection
+from integration.train import main
+from rollouts.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "--mode rl --task calculator --model.hidden-size 32 --model.num-layers 1 --rl.num-steps 2 --rl.prompts-per-step 2 "
+    "--rl.samples-per-prompt 2 --evaluation.num-prompts 2 --generation.max-tokens 4 --quiet"
+).split()
+PROGRAM = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"content-type": "application/json"})
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(json.dumps({"reward": len(answer)}))
+"""
+
+
+@pytest.mark.parametrize("mode", ["--rl.asynchronous.no-enabled", "--rl.asynchronous.enabled"])
+def test_a_program_plays_the_rollouts_of_both_modes(tmp_path: Path, mode: str):
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    command = f"{sys.executable} {tmp_path / 'agent.py'}"
+    assert main([*SMALL, mode, "--agent.command", command, "--output-dir", str(tmp_path / "run")]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    assert len(rewards) == 2
+    assert all(0 < reward <= 4 for reward in rewards)
+    assert any(0 < line.get("eval_accuracy", 0) <= 4 for line in lines), "the program plays the held-out problems as well"
+
+
+def test_a_program_that_reports_no_reward_ends_the_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "agent.py").write_text(PROGRAM.replace('{"reward": len(answer)}', '{"length": len(answer)}'))
+    command = f"{sys.executable} {tmp_path / 'agent.py'}"
+    assert main([*SMALL, "--agent.command", command, "--output-dir", str(tmp_path / "run")]) != 0
+    assert "reports no reward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"agent": AgentSection(command="a"), "task": "grid_world"}, "agent.command is 'a', but the problems of the task 'grid_world'"),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Config(**settings)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        AgentSection(command="a", function="a.py:f")
+    with pytest.raises(ConfigError, match="close its quotes"):
+        AgentSection(command="python 'a")
+
+
+def test_the_command_refuses_other_machines_without_a_token(capsys: pytest.CaptureFixture[str]):
+    assert serve(["--host", "0.0.0.0"]) == 2
+    assert "--token-variable is None" in capsys.readouterr().err
+    assert serve(["--token-variable", "NOT_SET_ANYWHERE"]) == 2
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_built_in_model_until_it_is_stopped():
+    command = [sys.executable, "-m", "integration.gateway", "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        answer = httpx.post(f"{url}/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] <= 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
