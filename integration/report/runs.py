@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from integration.run.directory import compare_settings, read_facts
 from integration.run.display import name_measure
-from integration.run.warnings import WARNINGS_FILE, read_warnings
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
+from integration.settings.log_levels import WARNINGS_FILE, read_warnings
 from integration.settings.task_defaults import find_default
 from rollouts.config_files import read_json, to_dict
 from rollouts.errors import ConfigError, DataError

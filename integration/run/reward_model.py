@@ -28,11 +28,10 @@ from integration.run.exit_status import EXIT_STOPPED
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, finished_checkpoint, read_step, restore_best
 from integration.run.summary import describe_best, draw_curves, find_best
-from integration.run.warnings import keep_warnings
 from integration.settings.command_line import MODEL_DIRECTORY
 from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.help_text import name_as_started
-from integration.settings.log_levels import DEFAULT_LEVEL, log_to_stderr, parse_log_level
+from integration.settings.log_levels import DEFAULT_LEVEL, keep_warnings, log_to_stderr, parse_log_level
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from rollouts.backends.factory import create_reward_model_backend

@@ -23,7 +23,7 @@ from integration.report.page import read_report, render
 from integration.report.rollouts import choose_rollouts, describe_record, find_columns, take_groups, to_json
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
-from integration.run.warnings import keep_warnings, read_warnings
+from integration.settings.log_levels import keep_warnings, read_warnings
 from integration.view.__main__ import view
 from integration.view.arguments import Arguments
 from integration.view.gradient import explain_gradient
