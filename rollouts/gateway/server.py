@@ -37,6 +37,7 @@ from rollouts.errors import (
 )
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
+from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
 from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
 from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
+    "/v1/messages": ANTHROPIC_MESSAGES,
+    "/v1/messages/count_tokens": ANTHROPIC_COUNT,
 })  # fmt: skip
 """Dialects by the end of their paths."""
 

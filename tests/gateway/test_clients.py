@@ -92,3 +92,39 @@ async def test_the_retry_of_a_client_that_lost_its_patience_is_recorded_once():
         (sample,) = gateway.take_samples("a")
         assert gateway.count()["num_cancelled"] == 1
     assert len(sample.turns) == 1
+
+
+def use_anthropic(url):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key="any", max_retries=0)
+    tools = [{"name": "calc", "description": "Compute.", "input_schema": SCHEMA}]
+    messages = [{"role": "user", "content": "1+1"}]
+    counted = client.messages.count_tokens(model="m", messages=messages, tools=tools)
+    answer = client.messages.create(model="m", max_tokens=200, messages=messages, tools=tools, system="Be brief.")
+    text, call = answer.content
+    assert (text.text, call.name, call.input, answer.stop_reason) == ("so", "calc", {"e": "1+1"}, "tool_use")
+    assert 0 < counted.input_tokens < answer.usage.input_tokens
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "tool 2"}
+    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(model="m", max_tokens=200, messages=messages, tools=tools, system="Be brief.") as stream:
+        assert "".join(stream.text_stream) == "2"
+        assert stream.get_final_message().stop_reason == "end_turn"
+    try:
+        client.messages.create(model="m", max_tokens=5, messages=messages, tools=tools, tool_choice={"type": "any"})
+    except anthropic.BadRequestError as error:
+        assert "tool_choice" in str(error)
+    else:
+        raise AssertionError("a choice of a tool is not supported")
+
+
+@needs.ANTHROPIC
+async def test_the_anthropic_client_calls_tools_and_streams():
+    tokenizer = create_tokenizer(TOOL_CHATML)
+    engine = create_calling_engine(tokenizer)
+    async with open_gateway(engine, tokenizer) as gateway:
+        await trio.to_thread.run_sync(use_anthropic, gateway.url("a", api="anthropic"))
+        (sample,) = gateway.take_samples("a")
+    assert sample.context_starts == ()
+    assert len(sample.turns) == 2
+    check_same(sample, engine.ledger)

@@ -35,7 +35,20 @@ GOOD = {
         "max_completion_tokens": 2, "logit_bias": {}, "presence_penalty": 0,
     },
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2, "logprobs": 0, "echo": False, "best_of": 1, "suffix": None},
+    "/v1/messages": {
+        "model": "m", "max_tokens": 3, "system": [{"type": "text", "text": "s"}], "temperature": 1.0, "top_p": 0.5, "top_k": 3,
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [
+                {"type": "text", "text": "y"}, {"type": "tool_use", "id": "a", "name": "f", "input": {"e": 1}},
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "z"}, {"type": "text", "text": "w"}]},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+        "stop_sequences": ["#"], "stream": False, "thinking": {"type": "disabled"}, "metadata": {"user_id": "u"},
+    },
 }  # fmt: skip
+GOOD["/v1/messages/count_tokens"] = GOOD["/v1/messages"]
 
 
 def list_places(value, path=()):
