@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROGRAM = "python -m integration.gateway"
 HELP = f"""usage: {PROGRAM} [MODEL] [OPTIONS]
 
-Serve a model behind OpenAI's APIs and print the address. Each session (a path /sessions/KEY/v1, or an API key) is recorded;
+Serve a model behind OpenAI's and Anthropic's APIs and print the address. Each session (a path /sessions/KEY/v1, or an API key) is recorded;
 in code, rollouts.open_gateway gives its training samples.
 
   MODEL                  a model directory, run, checkpoint or adapter, a name on the hub (ORG/NAME), or addresses of vLLM or
