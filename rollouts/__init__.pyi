@@ -48,6 +48,7 @@ from .config import (
     CheckpointConfig as CheckpointConfig,
     GenerationConfig as GenerationConfig,
     OptimizerConfig as OptimizerConfig,
+    PreferenceTrainingConfig as PreferenceTrainingConfig,
     RLTrainingConfig as RLTrainingConfig,
     RewardConfig as RewardConfig,
     RewardModelTrainingConfig as RewardModelTrainingConfig,
@@ -71,6 +72,7 @@ from .training import *
 from .asynchronous import *
 from .sft_loop import run_sft_training as run_sft_training
 from .reward_model_loop import train_reward_model as train_reward_model
+from .preference_loop import PreferenceParts as PreferenceParts, score_reference as score_reference, train_preferences as train_preferences
 from .rl_loop import train_rl as train_rl, run_rl_training as run_rl_training
 from .async_rl_loop import train_async_rl as train_async_rl, run_async_rl_training as run_async_rl_training
 from .testing import *

@@ -16,6 +16,7 @@ from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
 from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
 from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.preference import PAIR_TASKS
 from rollouts.data.rows.files import check_exists
 from rollouts.errors import ConfigError
 
@@ -30,6 +31,8 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
     recorded, config = find_models(command.config, weights=not command.dry_run, quiet=command.quiet or command.json)
     num_processes = count_processes(config, os.environ)
     check_loggers(config.loggers)
+    if "dpo" in mode:
+        check_preference_data(config, mode)
     check_data_given(config, mode)
     if config.task in OWN_DATA_TASKS:
         check_exists(config.data.path, "--data.path")
@@ -45,6 +48,8 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
 
         check_task(config)
     load_task_reward(config.reward)
+    if "dpo" in mode:
+        check_companions(config)
     if "rl" in mode:
         _ = config.algorithm  # report its errors now, not after the SFT stage
         check_truncated_sampling(config)
@@ -58,6 +63,36 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
         config = settle_weight_sync(config)
         config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
     return recorded, config
+
+
+def check_preference_data(config: Config, mode: str) -> None:
+    """Raise ConfigError for a task without pairs, and for data that a mode with preferences does not read."""
+    section, data = config.preference, config.data
+    if config.task not in (*PAIR_TASKS, "jsonl"):
+        raise ConfigError(
+            f"--mode {mode} trains on pairs of answers, but there are none of the task {config.task!r}: take --task sort or sort-long, or "
+            "--task jsonl with pairs of your own (--data.path)"
+        )
+    if data.rollouts is not None or data.mixture:
+        option = "--data.rollouts" if data.rollouts is not None else "--data.mixture"
+        raise ConfigError(
+            f"{option} is given with --mode {mode}, which reads pairs from one file: give --preference.path, and leave it out"
+        )
+    if section.path is not None and config.task in SELF_MADE_TASKS:
+        raise ConfigError(f"the task {config.task!r} generates its own pairs, but --preference.path is {section.path}: add --task jsonl")
+    if mode == "dpo" and section.path is not None and data.path is not None:
+        raise ConfigError(
+            f"--data.path is {data.path} beside --preference.path {section.path}, but --mode dpo reads one file of pairs: leave one out"
+        )
+    if mode == "sft+dpo" and config.task == "jsonl" and (section.path is None or data.path is None):
+        raise ConfigError(
+            f"--mode sft+dpo reads demonstrations from --data.path (found {data.path}) and pairs from --preference.path (found "
+            f"{section.path}): give both, or --mode dpo with pairs alone"
+        )
+    if config.backend.kind == "jax":
+        raise ConfigError(
+            f"backend.kind is 'jax', but preferences are trained with pytorch, torch_func and fsdp: leave it out with --mode {mode}"
+        )
 
 
 def _check_recorded_given(config: Config, mode: str) -> None:

@@ -163,9 +163,32 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
         facts["RL samples"] = f"{config.rl.num_steps * per_step:,}"
         facts["RL weight syncs"] = f"{config.rl.num_steps // config.rl.sync_every:,}"
         facts["RL rollouts"] = describe_rollouts(config)
+    if "dpo" in mode:
+        facts |= describe_preferences(config)
     if config.loggers:
         facts["metrics"] = describe_loggers(config.loggers)
     return facts | describe_budget(config, mode, sizes)
+
+
+def describe_preferences(config: Config) -> dict[str, str]:
+    """Describe the stage of preferences: its loss, its schedule, its pairs and the origin of the reference's log-probs."""
+    section = config.preference
+    loss = section.create_objective().loss
+    numbers = {**loss.keywords, **getattr(loss.keywords.get("pair_loss"), "keywords", {})} if isinstance(loss, partial) else {}
+    told = ", ".join(f"{name} {value:g}" for name, value in numbers.items() if isinstance(value, float))
+    unit = "labelled answers" if section.loss == "kto" else "pairs"
+    pairs = section.path or config.data.path or f"generated from the task {config.task}"
+    facts = {
+        "DPO loss": f"{section.loss} ({told})",
+        "DPO learning rate": describe_learning_rate(section.optimizer),
+        "DPO optimizer steps": f"{section.num_steps:,} of {section.batch_size} {unit}",
+        f"DPO {unit}": pairs,
+    }
+    if section.needs_reference:
+        origin = config.reference.path or "the policy as the stage begins"
+        when = ", computed once before the first step" if section.reference == "precomputed" else ""
+        facts["DPO reference model"] = f"{origin}{when}"
+    return facts
 
 
 def describe_passes(config: Config, num_rows: int) -> str:

@@ -18,7 +18,7 @@ from rollouts.errors import ConfigError
 Derive = Callable[[Config], Mapping[str, str]]
 """Function that returns the numbers which follow from settings, by name."""
 
-_PARTS = {"sft": "SFT", "rl": "RL", "dry_run": "the dry run alone"}
+_PARTS = {"sft": "SFT", "rl": "RL", "dpo": "training on preferences", "dry_run": "the dry run alone"}
 
 
 def explain_settings(keys: Sequence[str], config: Config, mode: str, places: Mapping[str, Place], help_all: str, derive: Derive) -> str:
@@ -53,7 +53,7 @@ def _explain(name: str, config: Config, mode: str, places: Mapping[str, Place], 
     lines = {"value": f"{_show(value)}, {origin}", "default": _show(default)}
     if built_in != default:
         lines["default"] += f" with this task and model; {_show(built_in)} with the built-in ones"
-    part = {"sft": "sft" in mode, "rl": "rl" in mode}.get(effect.part or "", True)
+    part = {stage: stage in mode for stage in ("sft", "rl", "dpo")}.get(effect.part or "", True)
     if not part:
         lines["effect"] = f"none in mode {mode}: {_PARTS[effect.part or '']} reads it"
     elif not effect.holds(config, mode):

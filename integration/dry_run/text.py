@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
     """Return the workload of one stage of a run.
 
     Args:
-        stage: sft or rl.
+        stage: sft, rl or dpo.
     """
     device = find_device(config.model.device)
     training = read_training(config, stage, sizes)
@@ -89,13 +90,14 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         engine_packs=config.kernels == "onednn",
         engine_width=4 if config.engine.precision(config.model.device) == "float32" else 2,
     )
-    if stage == "sft":  # an embedded engine evaluates, whatever engine generates in the RL stage
+    if stage != "rl":  # an embedded engine evaluates, whatever engine generates in the RL stage
         return replace(
             shared,
             embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts),
             embedded_row_tokens=PROMPT_TOKENS + response_tokens(config),
             kept_tokens=min(config.engine.prefix_cache_tokens, config.evaluation.num_prompts * PROMPT_TOKENS),
-            step_rows=config.sft.batch_size,
+            step_rows=_count_rows(config, stage),
+            **_read_preference_reference(config, stage),
         )
     rl, engine, requires = config.rl, config.engine, config.algorithm.requires
     per_step = rl.prompts_per_step * rl.samples_per_prompt
@@ -122,6 +124,25 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
     )
 
 
+def _count_rows(config: Config, stage: str) -> int:
+    """Return the rows of an optimizer step of SFT, or of preferences, whose pairs are two rows each."""
+    if stage == "sft":
+        return config.sft.batch_size
+    return config.preference.batch_size * (1 if config.preference.loss == "kto" else 2)
+
+
+def _read_preference_reference(config: Config, stage: str) -> dict[str, Any]:
+    """Return the reference model that training on preferences keeps in memory."""
+    own = config.preference.reference == "precomputed"
+    if stage != "dpo" or not config.preference.needs_reference or own:
+        return {}
+    return {
+        "has_reference": True,
+        "reference_width": 4 if config.reference.dtype == "float32" else 2,
+        "reference_is_policy": config.lora.rank > 0 and config.reference.path is None,
+    }
+
+
 def stage_row_tokens(config: Config, stage: str) -> int:
     """Return the maximum tokens of a training row."""
     return PROMPT_TOKENS + response_tokens(config) if stage == "rl" else sft_row_tokens(config)
@@ -131,7 +152,9 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
     """Return the training of the policy in a stage: its largest micro-batch, precision and sharding."""
     rl, sft, row = config.rl, config.sft, stage_row_tokens(config, stage)
     ranks = count_ranks(config) if config.backend.kind == "fsdp" else 1
-    rows, most = sft.batch_size, sft.max_tokens_per_microbatch
+    rows, most, section = sft.batch_size, sft.max_tokens_per_microbatch, config.preference if stage == "dpo" else getattr(config, stage)
+    if stage == "dpo":
+        rows, most = _count_rows(config, stage), section.max_tokens_per_microbatch
     if stage == "rl":
         rows, most = rl.prompts_per_step * rl.samples_per_prompt // rl.num_minibatches, rl.max_tokens_per_microbatch
     tokens = max(row, min(most, ceil(rows * row / ranks)))
@@ -143,7 +166,7 @@ def read_training(config: Config, stage: str, sizes: ModelSizes) -> Training:
         precision=backend.precision(config.model.device),
         adapters=adapters,
         master_width=FLOAT if backend.master_dtype == "float32" else 2,
-        moments_width=MOMENTS_WIDTH[getattr(config, stage).optimizer.moments],
+        moments_width=MOMENTS_WIDTH[section.optimizer.moments],
         frozen_width=FLOAT if adapters is None or lora is None else measure_frozen_width(sizes, adapters, lora.base_dtype),
         keeps_inputs_alone=backend.gradient_checkpointing,
         device=find_device(config.model.device).type,
@@ -263,7 +286,8 @@ def describe_fit(works: Mapping[str, Workload], tightest: str, room: Mapping[str
         return {"memory: fits": f"unknown: {unit} needs {format_bytes(needed)}, and {where}"}
     verdict = "yes" if needed <= available else "NO"
     most = {stage: largest_microbatch(works[stage], room[stage][0] or 0) for stage in works}
-    advice = "; ".join(f"--{stage}.max-tokens-per-microbatch could be up to {tokens:,}" for stage, tokens in most.items())
+    names = {stage: "preference" if stage == "dpo" else stage for stage in works}
+    advice = "; ".join(f"--{names[stage]}.max-tokens-per-microbatch could be up to {tokens:,}" for stage, tokens in most.items())
     if not all(most.values()):
         advice = "no micro-batch fits: shard over more ranks, use LoRA, a smaller model, or move the engine out"
     return {"memory: fits": f"{verdict}: {format_bytes(needed)} ({unit}) of {format_bytes(available)} ({where}); {advice}"}

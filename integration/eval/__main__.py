@@ -38,7 +38,20 @@ from rollouts.config import CheckpointConfig, check_setting
 from rollouts.errors import ConfigError
 
 PROGRAM = "python -m integration.eval"
-_TRAINING = ("sft", "rl", "reference", "critic", "backend", "lora", "checkpoint", "trajectories", "profile", "hardware", "loggers")
+_TRAINING = (
+    "sft",
+    "rl",
+    "preference",
+    "reference",
+    "critic",
+    "backend",
+    "lora",
+    "checkpoint",
+    "trajectories",
+    "profile",
+    "hardware",
+    "loggers",
+)
 SCREEN = Screen(
     text="""\
 usage: python -m integration.eval MODEL [MODEL ...] [OPTIONS] [--section.field VALUE ...]

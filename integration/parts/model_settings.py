@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from integration.settings.config import Config, context_tokens, list_model_numbers
-from integration.settings.sections import BackendSection
+from integration.settings.preference import PreferenceSection
+from integration.settings.sections import BackendSection, RLSection, SFTSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import OptimizerConfig
@@ -137,6 +138,13 @@ def check_optimizers(section: BackendSection, optimizers: Mapping[str, Optimizer
         )
 
 
+def _list_stages(config: Config, mode: str) -> dict[str, SFTSection | RLSection | PreferenceSection]:
+    """Return the section of each stage of a mode, by its name."""
+    sections = {"sft": config.sft, "rl": config.rl, "dpo": config.preference}
+    names = {"dpo": "preference"}
+    return {names.get(stage, stage): section for stage, section in sections.items() if stage in mode}
+
+
 def check_backend(config: Config, mode: str = "sft+rl") -> None:
     """Raise ConfigError if the backend cannot train the configured model in a mode. Loads no weights."""
     kind, path = config.backend.kind, config.model.path
@@ -156,7 +164,7 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
             raise ConfigError(f"lora.base_dtype is {config.lora.base_dtype!r}, {why} --lora.base-dtype out")
         if config.reference.dtype != "float32":
             raise ConfigError(f"reference.dtype is {config.reference.dtype!r}, {why} --reference.dtype out")
-    used = {name: section.optimizer for name, section in (("sft", config.sft), ("rl", config.rl)) if name in mode}
+    used = {name: section.optimizer for name, section in _list_stages(config, mode).items()}
     asks = config.backend.master_dtype != "float32" or config.critic.optimizer.moments != "float32"
     if "rl" in mode and asks and "values" in config.algorithm.requires:
         used["critic"] = config.critic.optimizer
@@ -209,8 +217,7 @@ def check_limits(config: Config, mode: str) -> None:
 
 def check_dropout(config: Config, mode: str) -> None:
     """Raise ConfigError if adapters have dropout but no stage of the mode trains with it."""
-    sections = {"sft": config.sft, "rl": config.rl}
-    stages = {name: section.dropout for name, section in sections.items() if name in mode}
+    stages = {name: section.dropout for name, section in _list_stages(config, mode).items()}
     if config.lora.dropout and not any(stages.values()):
         why = ": RL has none by default, because it makes policy ratios noisy" if "rl" in stages else ""
         raise ConfigError(

@@ -7,7 +7,7 @@ with adapters is its own reference, without them: after an SFT stage the adapter
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,6 @@ from rollouts.models.loading import (
     parse_device,
 )
 from rollouts.models.prepare import recompute_activations
-from rollouts.types import Algorithm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -111,26 +110,27 @@ def describe_hardware(config: Config | RewardModelConfig) -> str:
 
 
 def create_companions(
-    config: Config, algorithm: Algorithm, policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, critic_steps: int
+    config: Config, requires: Collection[str], policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, critic_steps: int
 ) -> Companions:
-    """Create the backends that the algorithm requires besides the policy's.
+    """Create the backends that fill required columns besides the policy's.
 
     Args:
-        policy: the policy at the start of the RL stage; copied.
+        requires: columns, such as Algorithm.requires: ref_log_probs needs a reference, values a critic.
+        policy: the policy at the start of the stage; copied.
         tokenizer: the policy's tokenizer; check_companions verifies that the other models use the same tokens.
         critic_steps: optimizer steps of the critic in the whole stage.
     """
     device, dtype = parse_device(config.model.device), config.backend.precision(config.model.device)
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
-    is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None
-    if "ref_log_probs" in algorithm.requires and not is_base:
+    is_base = "ref_log_probs" in requires and config.lora.rank > 0 and config.reference.path is None
+    if "ref_log_probs" in requires and not is_base:
         path = config.reference.path
         model = copy_without_adapters(policy) if path is None else load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
         own = config.reference.dtype
         kernels = config.kernels
         reference = create_reference_backend(model, device=device, compute_dtype=dtype, kernels=kernels, dtype=own, tokenizer=tokenizer)
-    if "values" in algorithm.requires:
+    if "values" in requires:
         path = config.critic.path
         load = partial(load_critic_model, seed=config.seed, trust_remote_code=config.model.trust_remote_code)
         origin = policy if path is None else load(path)

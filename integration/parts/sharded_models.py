@@ -6,7 +6,7 @@ No rank sends a model to another: each reads its slices of a directory, or creat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.models.heads import load_critic_model
 from rollouts.models.loading import load_hf_model, parse_device
-from rollouts.types import Algorithm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +45,9 @@ def fsdp_config(config: Config) -> FSDPConfig:
     return replace(fsdp, mixed_precision="bfloat16") if section.precision(config.model.device) == "bfloat16" else fsdp
 
 
-def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int) -> FSDPTrainingBackend:
+def build_policy(
+    config: Config, source: Path | None, optimizer: OptimizerConfig, total_steps: int, rows_per_unit: int = 1
+) -> FSDPTrainingBackend:
     """Create this rank's shard of the policy. source: the directory to start from; None = config.model."""
     seed_dropout(config, dist.get_rank())
     return create_fsdp_backend(
@@ -57,6 +58,7 @@ def build_policy(config: Config, source: Path | None, optimizer: OptimizerConfig
         config=fsdp_config(config),
         lora=config.lora.create(config.seed),
         bad_numbers=config.on_bad,
+        rows_per_unit=rows_per_unit,
         **vars(optimizer),
     )
 
@@ -130,18 +132,23 @@ def create_policy(
     source: Path | None,
     optimizer: OptimizerConfig,
     total_steps: int,
+    rows_per_unit: int = 1,
 ) -> TrainingBackend:
-    """Create the policy's backend: over this model in one process, or over the shards of several."""
+    """Create the policy's backend: over this model in one process, or over the shards of several.
+
+    Args:
+        rows_per_unit: consecutive rows that one process computes together: 2 for losses that compare the two answers of a pair.
+    """
     if group is None:
         seed_dropout(config, 0)
         return create_backend(config, model, tokenizer, optimizer, total_steps)
-    return lead_backend(group, POLICY, partial(build_policy, replace(config), source, optimizer, total_steps))
+    return lead_backend(group, POLICY, partial(build_policy, replace(config), source, optimizer, total_steps, rows_per_unit))
 
 
 def create_beside(
     config: Config,
     group: RankGroup | None,
-    algorithm: Algorithm,
+    requires: Collection[str],
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     source: Path | None,
@@ -149,13 +156,13 @@ def create_beside(
 ) -> Companions:
     """Create the backends of models.create_companions, on one process or several."""
     if group is None:
-        return create_companions(config, algorithm, model, tokenizer, critic_steps)
+        return create_companions(config, requires, model, tokenizer, critic_steps)
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
-    is_base = "ref_log_probs" in algorithm.requires and config.lora.rank > 0 and config.reference.path is None
-    if "ref_log_probs" in algorithm.requires and not is_base:
+    is_base = "ref_log_probs" in requires and config.lora.rank > 0 and config.reference.path is None
+    if "ref_log_probs" in requires and not is_base:
         reference = lead_backend(group, REFERENCE, partial(build_reference, replace(config), source))
-    if "values" in algorithm.requires:
+    if "values" in requires:
         critic = lead_backend(group, CRITIC, partial(build_critic, replace(config), source, critic_steps))
     return Companions(reference, critic, reference_is_base=is_base)
 

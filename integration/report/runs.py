@@ -20,7 +20,7 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.training.summaries import find_warnings
 
 METRICS_FILE = "metrics.jsonl"
-STAGES = ("sft", "rl", "reward_model")
+STAGES = ("sft", "dpo", "rl", "reward_model")
 _FEWEST = 8  # steps below which no trend is judged
 _CLEAR = 2.0  # standard errors from which a difference is called one
 
@@ -128,7 +128,7 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
         told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
     except (OSError, ValueError, AttributeError):
         told = []  # a run that goes on, or was killed
-    for stage in ("sft", "rl"):
+    for stage in ("sft", "dpo", "rl"):
         told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], in_rl=stage == "rl")
     return tuple(dict.fromkeys([*logged, *told]))
 
@@ -191,6 +191,7 @@ def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
     verdicts: list[str] = []
     for stage, key, name, sign in (
         ("sft", "loss", "loss", -1),
+        ("dpo", "loss", "loss", -1),
         ("reward_model", "loss", "loss", -1),
         ("rl", "reward_mean", "mean reward", 1),
     ):

@@ -226,7 +226,7 @@ def compare_settings(before: dict[str, Any], after: dict[str, Any], where: str =
 
 def find_result(run: Path) -> Path | None:
     """Return the best checkpoint of the last stage of a run, if a finished run kept one, else the newest; None without one."""
-    for stage in ("rl", "sft"):
+    for stage in ("rl", "dpo", "sft"):
         newest = latest_checkpoint(run / stage / "checkpoints")
         if newest is not None:
             return _find_best(run, stage) or newest

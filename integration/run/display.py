@@ -15,7 +15,7 @@ from rollouts.training.metrics import Value
 GRADED = "eval_graded_fraction"
 """Name of a metric: the fraction of held-out rewards that are neither 0 nor 1. In a line that has it, eval_accuracy is a mean reward."""
 
-NAMES = {"sft": "SFT", "rl": "RL ", "reward_model": "pairs"}
+NAMES = {"sft": "SFT", "rl": "RL ", "dpo": "DPO", "reward_model": "pairs"}
 PLAIN_EVERY_S = 5.0
 
 
@@ -34,6 +34,7 @@ def describe_step(metrics: Mapping[str, Value]) -> str:
     for key, label, form in (
         ("loss", "loss", ".4f"),
         ("reward_mean", "reward", ".3f"),
+        ("eval_pair_accuracy", "held-out pairs right", ".3f"),
         ("score_accuracy", "pairs ranked right", ".3f"),
         ("eval_accuracy", f"held-out {name_measure(metrics)}", ".3f")
         if "eval_accuracy" in metrics

@@ -133,12 +133,14 @@ def template_kwargs(config: Config) -> Mapping[str, Any]:
 
 
 def list_measured(config: Config, task: Task, stage: str) -> list[str]:
-    """List the metrics that the evaluations of a stage, sft or rl, always have."""
+    """List the metrics that the evaluations of a stage, sft, rl or dpo, always have."""
     names = list[str]()
     if task.heldout_prompts:
         names += ["eval_accuracy", *(["eval_accuracy_sampled"] if config.evaluation.sampled else []), "eval_response_length_mean"]
     if task.heldout_samples and stage == "sft":
         names += ["eval_loss", "eval_perplexity"]
+    if stage == "dpo":
+        names += ["eval_loss", "eval_pair_accuracy", "eval_pair_margin", "eval_reward_chosen", "eval_reward_rejected"]
     return names
 
 
@@ -146,7 +148,7 @@ def check_best(config: Config, task: Task, mode: str) -> None:
     """Raise ConfigError if checkpoint.best is a metric that no stage of the mode measures."""
     if config.checkpoint.best is None:
         return
-    measured = {stage: list_measured(config, task, stage) for stage in ("sft", "rl") if stage in mode}
+    measured = {stage: list_measured(config, task, stage) for stage in ("sft", "rl", "dpo") if stage in mode}
     if not any(parse_metric(config.checkpoint.best)[0] in names for names in measured.values()):
         found = "; ".join(f"{stage.upper()} measures {', '.join(names) or 'nothing'}" for stage, names in measured.items())
         raise ConfigError(

@@ -44,6 +44,7 @@ from integration.run.display import Progress
 from integration.run.evaluation import check_best
 from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
 from integration.run.launch import count_processes, launch, needs_launch, open_group
+from integration.run.preferences import run_dpo
 from integration.run.profile import RunProfile
 from integration.run.signal_watch import watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, run_rl, run_sft
@@ -80,6 +81,7 @@ MAY_CHANGE_ON_RESUME = (
         "model.device",
         "sft.num_steps",
         "rl.num_steps",
+        "preference.num_steps",
         "checkpoint.",
         "hardware.",
         "profile.",
@@ -107,6 +109,9 @@ async def _run_stages(mode: Mode, config: Config, output_dir: Path, control: Run
             source = await run_sft(config, output_dir / "sft", control, task=task)
         if source is None:
             return False
+    if "dpo" in mode:
+        with measure_seconds(output_dir, "dpo", control.clock):
+            return await run_dpo(config, output_dir / "dpo", source, control, task=task) is not None
     if "rl" in mode:
         with measure_seconds(output_dir, "rl", control.clock):
             return await run_rl(config, output_dir / "rl", source, control, task=task) is not None
@@ -135,7 +140,7 @@ def favor_computation() -> Generator[None]:
 
 def prepare_run(command: CommandLine, output_dir: Path, tell: Callable[[str], None]) -> RunInputs:
     """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Returns and raises as prepare_directory."""
-    saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "sft")]
+    saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "dpo", "sft")]
     if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and any(map(has_checkpoints, checkpoint_dirs)):
         check_demonstrations(load_config(Config, saved), command.config)
     return prepare_directory(
@@ -274,7 +279,10 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
         if idle := command.find_idle_options():
             _logger.warning("%s", describe_idle_options(idle))
         progress = Progress(
-            {"sft": config.sft.num_steps, "rl": config.rl.num_steps}, stream=sys.stdout, quiet=command.quiet, clock=time.monotonic
+            {"sft": config.sft.num_steps, "rl": config.rl.num_steps, "dpo": config.preference.num_steps},
+            stream=sys.stdout,
+            quiet=command.quiet,
+            clock=time.monotonic,
         )
         go = partial(run_until_stopped, replace(command, config=config), output_dir, task, progress, group=group, inputs=inputs)
         finished = trio.run(go)

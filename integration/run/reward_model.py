@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import numpy as np
 import torch
 import trio
 
@@ -33,17 +32,15 @@ from integration.settings.config import Config, create_output_dir, find_kernels
 from integration.settings.help_text import name_as_started
 from integration.settings.log_levels import DEFAULT_LEVEL, keep_warnings, log_to_stderr, parse_log_level
 from integration.settings.reward_model import RewardModelConfig
-from integration.tasks.preference_pairs import create_task_pairs
+from integration.tasks.preference_pairs import create_task_pairs, load_own_rows
 from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import CheckpointingBackend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import CheckpointConfig
 from rollouts.config_files import to_dict
-from rollouts.data.datasets import DatasetSpec
 from rollouts.data.model_limits import read_limits
 from rollouts.data.preference_pairs import PreferencePair, load_preference_pairs
-from rollouts.data.rows.loaded import choose_heldout, hash_question, pick_rows
 from rollouts.errors import DataError, raise_single_errors
 from rollouts.models.heads import create_reward_model, load_reward_start, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
@@ -102,25 +99,11 @@ def create_pairs(
         "skip_bad_rows": data.skip_bad_rows,
         "limits": read_limits(model, tokenizer),
     }
-    columns = parse_columns(data.columns)
-    loaded = load_preference_pairs(tokenizer, DatasetSpec(path=data.path, columns=columns), **options)
-    num_bad = len(loaded.bad_rows)
-    if data.eval_path is not None:
-        held = load_preference_pairs(tokenizer, DatasetSpec(path=data.eval_path, columns=columns), **options)
-        num_bad += len(held.bad_rows)
-        pairs = tuple(loaded.rows), tuple(held.rows[: data.num_heldout])
-    else:
-        is_held = choose_heldout(
-            np.array([hash_question(pair.chosen) for pair in loaded], np.uint64), min(data.num_heldout, len(loaded) // 10)
-        )
-        if not is_held.any():
-            raise DataError(
-                f"{data.path} has {len(loaded)} pairs, too few to hold some out: give --data.eval-path, or at least 10 pairs of two prompts"
-            )
-        pairs = tuple(pick_rows(loaded, np.flatnonzero(~is_held)).rows), tuple(pick_rows(loaded, np.flatnonzero(is_held)).rows)
+    load = partial(load_preference_pairs, tokenizer, **options)
+    train, heldout, num_bad = load_own_rows(load, data.path, data.eval_path, parse_columns(data.columns), num_heldout=data.num_heldout)
     if num_bad:
         say(f"{num_bad} bad rows were skipped")
-    return pairs
+    return train, heldout
 
 
 def create_parts(config: RewardModelConfig, say: Callable[[str], None]) -> Start:

@@ -30,6 +30,7 @@ from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
 from integration.run.step_files import Ledger, TrajectoryWriter
 from integration.settings.config import (
+    SELF_MADE_TASKS,
     Config,
     count_critic_updates,
     count_greedy_samples,
@@ -43,6 +44,7 @@ from integration.settings.config import (
 )
 from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
 from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task, create_recorded_task
+from integration.tasks.preference_pairs import add_preferences, create_empty_task
 from integration.tasks.task import Task, create_sort_long_task, create_sort_task
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.agents.run import create_policy_generate_fn
@@ -228,7 +230,7 @@ async def _open_rl(
     training = rl_training_config(config, algorithm, budget)
     start = source_checkpoint
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
-    companions = create_beside(config, control.group, algorithm, model, tokenizer, start, count_critic_updates(config))
+    companions = create_beside(config, control.group, algorithm.requires, model, tokenizer, start, count_critic_updates(config))
     for name, some in (("policy", backend), ("reference", companions.reference), ("critic", companions.critic)):
         if some is not None:
             control.watch_backend(some, name)
@@ -296,11 +298,15 @@ def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -
 
 
 def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:
-    """Create the task that config.task names.
+    """Create the task that config.task names, with preferences if the mode trains on some.
 
     Args:
-        mode: sft, rl or sft+rl: the user's rows must have the fields of these stages only.
+        mode: sft, rl, sft+rl, dpo or sft+dpo: the user's rows must have the fields of these stages only.
     """
+    if "dpo" in mode:
+        alone = mode == "dpo" and config.task not in SELF_MADE_TASKS
+        task = create_empty_task(config.task) if alone else create_task(config, tokenizer, "rl" if mode == "dpo" else "sft")
+        return add_preferences(config, tokenizer, task, limits=read_config_limits(read_model_config(config)))
     num_heldout, data = config.evaluation.num_prompts, config.data
     if config.task == "sort":
         task = create_sort_task(tokenizer, num_heldout=num_heldout)
@@ -411,12 +417,12 @@ def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoi
 
 
 def check_num_rows(checkpoint: Path, num_rows: int) -> None:
-    """Raise CheckpointError if the number of SFT rows has changed since the checkpoint: the order of rows depends on it."""
+    """Raise CheckpointError if the number of rows to train on has changed since the checkpoint: the order of rows depends on it."""
     before = read_run_state(checkpoint).num_rows
     if before not in (None, num_rows):
         raise CheckpointError(
-            f"{checkpoint} is of SFT on {before:,} rows, but the data now has {num_rows:,}: a resumed run must read the rows in the same "
-            "order, which depends on their number. Restore the data (data.path, data.mixture), or start a new run"
+            f"{checkpoint} was trained on {before:,} rows, but the data now has {num_rows:,}: a resumed run must read the rows in the same "
+            "order, which depends on their number. Restore the data (data.path, data.mixture, preference.path), or start a new run"
         )
 
 

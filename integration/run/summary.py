@@ -18,6 +18,7 @@ from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 
 NUM_SHOWN = 6
+STAGE_NAMES = (("after SFT", "sft"), ("after RL", "rl"), ("after DPO", "dpo"))
 
 
 def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -29,12 +30,14 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
     first = next((line for line in lines if line["step"] == 0), {})
     sft = [line for line in lines if line["stage"] == "sft" and line["step"] > 0]
     rl = [line for line in lines if line["stage"] == "rl" and line["step"] > 0]
+    dpo = [line for line in lines if line["stage"] == "dpo"]
     per_step = config.rl.prompts_per_step * config.rl.samples_per_prompt
     measure = name_measure(*lines)
     found = {
         "before": first.get("eval_accuracy"),
         "after_sft": _last(sft, "eval_accuracy"),
         "after_rl": _last(rl, "eval_accuracy"),
+        **({"after_dpo": _last(dpo, "eval_accuracy")} if dpo else {}),
         "sampled_after_sft": _last(sft, "eval_accuracy_sampled"),
         "sampled_after_rl": _last(rl, "eval_accuracy_sampled"),
     }
@@ -46,22 +49,36 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         "held_out_loss_after_sft": _last(sft, "eval_loss"),
         "seconds_sft": facts.get("seconds_sft"),
         "seconds_rl": facts.get("seconds_rl"),
+        **({"seconds_dpo": facts.get("seconds_dpo"), "pairs": _summarize_pairs(dpo, config)} if dpo else {}),
         "samples": rl[-1]["step"] * per_step if rl else 0,
         "seed": config.seed,
         "task": config.task,
         "mode": facts.get("mode"),
         "algorithm": config.algorithm_call.text if rl else None,
-        **_summarize_best(sft, rl, config),
+        **_summarize_best({"sft": sft, "rl": rl, "dpo": [line for line in dpo if line["step"] > 0]}, config),
         "warnings": [*find_warnings(sft, in_rl=False), *find_warnings(rl, in_rl=True)],
     }
 
 
-def _summarize_best(sft: Sequence[Mapping[str, Any]], rl: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+def _summarize_pairs(lines: Sequence[Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """Return what the stage of preferences measured on held-out pairs, before and after it, and its number of pairs."""
+    first = lines[0] if lines[0]["step"] == 0 else {}
+    starts_there = config.preference.needs_reference and config.reference.path is None  # policy and reference agree: no pair has a margin
+    return {
+        "loss": config.preference.loss,
+        "accuracy_before": None if starts_there else first.get("eval_pair_accuracy"),
+        "accuracy_after": _last(lines, "eval_pair_accuracy"),
+        "margin_after": _last(lines, "eval_pair_margin"),
+        "trained_on": lines[-1]["step"] * config.preference.batch_size,
+    }
+
+
+def _summarize_best(lines: Mapping[str, Sequence[Mapping[str, Any]]], config: Config) -> dict[str, Any]:
     """Return "best", the best evaluation and its checkpoint by stage, without the stages that kept none; {} without checkpoint.best."""
     if config.checkpoint.best is None:
         return {}
-    stages = (("sft", sft, config.sft.num_steps), ("rl", rl, config.rl.num_steps))
-    found = {name: find_best(lines, config.checkpoint, f"{name}/checkpoints", num_steps) for name, lines, num_steps in stages}
+    steps = {"sft": config.sft.num_steps, "rl": config.rl.num_steps, "dpo": config.preference.num_steps}
+    found = {name: find_best(some, config.checkpoint, f"{name}/checkpoints", steps[name]) for name, some in lines.items()}
     return {"best": {name: best for name, best in found.items() if best is not None}}
 
 
@@ -105,12 +122,14 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     """Return the printed report: accuracies or rewards, example answers, and the effects of SFT and RL."""
     measure = summary.get("measure", "accuracy")
     before, after_sft, after_rl = (summary[f"{measure}_{name}"] for name in ("before", "after_sft", "after_rl"))
+    after_dpo, pairs = summary.get(f"{measure}_after_dpo"), summary.get("pairs")
     what = "greedy accuracy" if measure == "accuracy" else "mean reward of greedy answers"
     lines = ["", f"task {summary['task']}, seed {summary['seed']}: {what} on held-out problems"]
     for name, value, seconds in (
         ("before training", before, None),
         ("after SFT", after_sft, summary["seconds_sft"]),
         ("after RL", after_rl, summary["seconds_rl"]),
+        ("after DPO", after_dpo, summary.get("seconds_dpo")),
     ):
         if value is not None:
             took = "" if seconds is None else f"   ({seconds:.0f} s)"
@@ -121,7 +140,9 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
             f"task {summary['task']}, seed {summary['seed']}: loss on held-out rows, in nats per trained token",
             *_list_losses(summary),
         ]
-    elif before is None and after_sft is None and after_rl is None:
+    elif before is None and after_sft is None and after_rl is None and after_dpo is None and pairs is not None:
+        lines[-1:] = [f"task {summary['task']}, seed {summary['seed']}"]
+    elif before is None and after_sft is None and after_rl is None and after_dpo is None:
         lines.append("  not measured: there were no held-out problems (--data.eval-path FILE.jsonl gives some)")
     lines += ["", *_show_examples(output_dir, measure)]
     if after_sft is not None:
@@ -130,9 +151,21 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
         sampled = (summary.get(f"{measure}_sampled_after_sft"), summary.get(f"{measure}_sampled_after_rl"))
         start = before if after_sft is None else after_sft
         lines.append(f"RL:  {_describe_rl(start, after_rl, sampled, summary['samples'], measure, config)}")
+    if pairs is not None:
+        lines.append(f"DPO: {_describe_pairs(pairs)}")
     lines += [describe_best(stage.upper(), best) for stage, best in summary.get("best", {}).items()]
     lines += [f"warning: {text}" for text in summary.get("warnings", ())]
     return "\n".join(lines)
+
+
+def _describe_pairs(pairs: Mapping[str, Any]) -> str:
+    before, after, unit = pairs["accuracy_before"], pairs["accuracy_after"], "answers" if pairs["loss"] == "kto" else "pairs"
+    told = f"{pairs['trained_on']:,} {unit} with {pairs['loss']}"
+    if after is None:
+        return f"{told}; nothing was held out."
+    gain = f"{after:.2f}" if before is None else f"from {before:.2f} to {after:.2f}"
+    judged = "good and bad answers told apart" if unit == "answers" else "held-out pairs whose chosen answer has the larger implicit reward"
+    return f"{told}; {judged}: {gain}, by {pairs['margin_after']:.2f} on average."
 
 
 def _list_losses(summary: Mapping[str, Any]) -> list[str]:
@@ -184,7 +217,7 @@ def _describe_rl(
 
 def _show_examples(output_dir: Path, measure: str) -> list[str]:
     """Return a small table: problem, answer after each stage, right answer."""
-    stages = {name: _read_examples(output_dir / stage / "examples.jsonl") for name, stage in (("after SFT", "sft"), ("after RL", "rl"))}
+    stages = {name: _read_examples(output_dir / stage / "examples.jsonl") for name, stage in STAGE_NAMES}
     stages = {name: samples for name, samples in stages.items() if samples}
     if not stages:
         return []

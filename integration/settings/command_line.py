@@ -1,6 +1,7 @@
 """Parse the arguments of a command into a mode, a configuration and switches.
 
-    python -m integration.train [--mode sft|rl|sft+rl] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume] [--dry-run [--json]]
+    python -m integration.train [--mode sft|rl|sft+rl|dpo|sft+dpo] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume]
+                                [--dry-run [--json]]
                                 [--quiet] [--log-level LEVEL] [--push-to-hub NAME] [--grace-s SECONDS] [--stall-s SECONDS]
                                 [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
@@ -51,8 +52,8 @@ _LONG: Mapping[str, str] = MappingProxyType({"algorithm": "--rl.algorithm", "env
 
 T = TypeVar("T")
 C = TypeVar("C")
-Mode = Literal["sft", "rl", "sft+rl"]
-MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl")
+Mode = Literal["sft", "rl", "sft+rl", "dpo", "sft+dpo"]
+MODES: tuple[Mode, ...] = ("sft", "rl", "sft+rl", "dpo", "sft+dpo")
 CONFIG_FILE = "config.json"
 RUN_FILE = "run.json"
 MODEL_DIRECTORY = "model"  # subdirectory with the result of a reward model run
@@ -88,7 +89,7 @@ class _Arguments:
 
     config: Annotated[Config, tyro.conf.arg(name="")]
     mode: str | None = None
-    """stages to run: sft, rl, or sft+rl; None = sft+rl, or the mode of a resumed run"""
+    """stages to run: sft, rl, sft+rl, dpo (training on preferences) or sft+dpo; None = sft+rl, or the mode of a resumed run"""
     resume: bool = False
     """resume the interrupted run in --output-dir"""
     accept_changed_data: bool = False
@@ -146,7 +147,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         check_setting(value is None or 0 < value < math.inf, spell_option(name), value, "a number of seconds above 0")
     config = arguments.config
     if (
-        (config.data.path is not None or config.data.mixture or config.data.rollouts)
+        (config.data.path is not None or config.data.mixture or config.data.rollouts or config.preference.path is not None)
         and config.task in SELF_MADE_TASKS
         and value_of(argv, "--task") is None
     ):

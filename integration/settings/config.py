@@ -19,6 +19,7 @@ from integration.settings.episodes import (
     resolve_episode_config,
 )
 from integration.settings.option_effects import check_mistakes
+from integration.settings.preference import PreferenceSection
 from integration.settings.sections import (
     OWN_MODEL_CRITIC,
     SELF_MADE_TASKS,
@@ -46,6 +47,7 @@ from rollouts.config import (
     BadNumbers,
     CheckpointConfig,
     GenerationConfig,
+    PreferenceTrainingConfig,
     RewardConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -87,6 +89,7 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     sft: SFTSection = field(default_factory=SFTSection)
     rl: RLSection = field(default_factory=RLSection)
+    preference: PreferenceSection = field(default_factory=PreferenceSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
     critic: CriticSection = field(default_factory=CriticSection)
     generation: GenerationSection = field(default_factory=GenerationSection)
@@ -107,7 +110,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"unknown task {self.task!r}: {suggest(self.task, TASKS)}")
-        if self.task in OWN_DATA_TASKS and self.data.path is None and not self.data.mixture and self.data.rollouts is None:
+        given = self.data.path is not None or self.data.mixture or self.data.rollouts is not None or self.preference.path is not None
+        if self.task in OWN_DATA_TASKS and not given:
             raise ConfigError(f"the task {self.task!r} reads the user's data: give --data.path FILE.jsonl")
         if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
@@ -128,6 +132,7 @@ class Config:
         if self.task not in EPISODE_TASKS and self.trajectories.steps:
             raise ConfigError(f"trajectories.steps is True, but the task {self.task!r} has a single turn: leave it out")
         sft_training_config(self)
+        preference_training_config(self)
         budget = response_tokens(self)
         buffer = self.rl.overlong_buffer
         check_setting(buffer <= budget, "rl.overlong_buffer", buffer, f"at most the token budget of a response, {budget}")
@@ -257,6 +262,22 @@ def sft_training_config(config: Config) -> SFTTrainingConfig:
         seed=config.seed,
         dropout=config.sft.dropout,
         router_balance_coef=config.sft.router_balance_coef,
+    )
+
+
+def preference_training_config(config: Config) -> PreferenceTrainingConfig:
+    """Return the configuration for train_preferences."""
+    section = config.preference
+    return PreferenceTrainingConfig(
+        num_steps=section.num_steps,
+        batch_size=section.batch_size,
+        log_every=section.log_every,
+        history_steps=1,  # the metrics are in the run directory
+        checkpoint_every=section.checkpoint_every,
+        eval_every=section.eval_every,
+        max_tokens_per_microbatch=section.max_tokens_per_microbatch,
+        seed=config.seed,
+        dropout=section.dropout,
     )
 
 

@@ -19,9 +19,9 @@ from rollouts.errors import ConfigError
 _TRAINING = """\
 usage: python -m integration.train [OPTIONS] [--section.field VALUE ...]
 
-Train a language model by supervised fine-tuning, reinforcement learning, or one after the other.
+Train a language model by supervised fine-tuning, reinforcement learning, preferences, or one after the other.
 
-  --mode sft|rl|sft+rl          stages to run (default: sft+rl)
+  --mode sft|rl|sft+rl|dpo|sft+dpo  stages to run; dpo is training on preferences (default: sft+rl)
   --task NAME                   sort, sort-long, gsm8k, jsonl; of several turns: grid_world, calculator, environment (default: sort)
   --model.path DIR|ORG/NAME     model directory, or a model of the Hugging Face hub (default: a small built-in model)
   --data.path FILE              rows of your own
@@ -36,8 +36,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, or one
   --seed N                      seed of weights, data and samples (default: 0)
   --deterministic               the same bits on any processor: kernels of torch, and not the fastest ones
   --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
-  --skip-bad-rows               skip and count unreadable rows
-  --num-threads N               CPU threads of torch
+  --skip-bad-rows, --num-threads N  skip and count unreadable rows; CPU threads of torch
   --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
   --push-to-hub ORG/NAME        publish the trained model on the Hugging Face hub, with a card of its settings and results
   --log-level LEVEL, --quiet    messages on stderr; only the summary

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.preference import LIKELY, MARGINS, REFERENCE_FREE, SMOOTHED
 from integration.settings.sections import SELF_MADE_TASKS
 from rollouts.errors import ConfigError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from integration.settings.config import Config
 
 
-Part = Literal["sft", "rl", "dry_run"]
+Part = Literal["sft", "rl", "dpo", "dry_run"]
 
 
 def _always(config: Config, mode: str) -> bool:
@@ -32,7 +33,7 @@ def _always(config: Config, mode: str) -> bool:
 class Effect:
     """The condition under which an option has an effect, and the advice if it has none."""
 
-    holds: Callable[[Config, str], bool] = _always  # predicate of a configuration and a mode (sft, rl, sft+rl) that includes `part`
+    holds: Callable[[Config, str], bool] = _always  # predicate of a configuration and a mode (sft, rl, sft+rl, dpo, sft+dpo) with `part`
     needs: str = ""  # the missing setting, as flags of the command line
     part: Part | None = None  # the part of the command that reads the option; None = all parts
     is_mistake: bool = False  # refuse the option without effect instead of reporting it
@@ -53,6 +54,23 @@ class IdleOption:
 def has_heldout(config: Config, mode: str) -> bool:
     """Whether there are held-out problems to evaluate on."""
     return config.task not in ("jsonl", "gsm8k") or config.data.eval_path is not None or config.data.eval_fraction > 0
+
+
+def reads_preferences(config: Config, mode: str) -> bool:
+    """Whether rows of the user's data are pairs of answers to train on."""
+    return "dpo" in mode and config.task == "jsonl"
+
+
+def has_reference(config: Config, mode: str) -> bool:
+    """Whether there is a reference policy: of a KL term in RL, or of a loss of preferences."""
+    if "dpo" in mode:
+        return config.preference.loss not in REFERENCE_FREE
+    return "rl" in mode and "ref_log_probs" in config.algorithm.requires
+
+
+def _reads_number(*losses: str) -> Effect:
+    """Return the effect of a number of some losses of preferences."""
+    return Effect(holds=lambda c, m: c.preference.loss in losses, needs=f"--preference.loss {' or '.join(losses)}", part="dpo")
 
 
 def names_hub_model(config: Config, mode: str) -> bool:
@@ -124,11 +142,14 @@ def _optimizer(section: str, part: Part, condition: Effect | None = None) -> dic
 
 
 ALWAYS = Effect()
-SFT, RL, DRY_RUN = Effect(part="sft"), Effect(part="rl"), Effect(part="dry_run")
+SFT, RL, DPO, DRY_RUN = Effect(part="sft"), Effect(part="rl"), Effect(part="dpo"), Effect(part="dry_run")
 BUILT_IN = Effect(holds=lambda c, m: c.model.path is None, needs="the built-in model: leave --model.path out")
 OWN_DATA = Effect(holds=lambda c, m: c.task not in SELF_MADE_TASKS, needs="--task jsonl, gsm8k or environment")
 OWN_ROWS = Effect(holds=lambda c, m: c.task in ("jsonl", "gsm8k"), needs="--task jsonl or gsm8k")
-ROWS = Effect(holds=reads_conversations, needs="data of your own that SFT reads: --mode sft, --task jsonl or gsm8k and --data.path")
+ROWS = Effect(
+    holds=lambda c, m: reads_conversations(c, m) or reads_preferences(c, m),
+    needs="data of your own that SFT reads: --mode sft, --task jsonl or gsm8k and --data.path",
+)
 HELDOUT = Effect(holds=has_heldout, needs="held-out problems: --data.eval-path")
 REFERENCE = Effect(
     holds=lambda c, m: "ref_log_probs" in c.algorithm.requires, needs="a KL term, such as --rl.algorithm 'grpo(kl_coef=0.04)'", part="rl"
@@ -163,10 +184,14 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "model.max_length": BUILT_IN,
     "data.path data.eval_path": OWN_DATA,
     "data.skip_bad_rows": OWN_DATA,
-    "data.columns data.streaming": OWN_ROWS,
+    "data.columns": OWN_ROWS,
+    "data.streaming": Effect(
+        holds=lambda c, m: OWN_ROWS.holds(c, m) and m != "dpo", needs="--task jsonl or gsm8k; pairs are kept in memory"
+    ),
     "data.rollouts": Effect(holds=lambda c, m: c.task == "jsonl", needs="--task jsonl", part="rl"),
     "data.eval_fraction": Effect(
-        holds=lambda c, m: c.task in ("jsonl", "gsm8k") and c.data.eval_path is None, needs="rows of your own without --data.eval-path"
+        holds=lambda c, m: c.task in ("jsonl", "gsm8k") and c.data.eval_path is None and m != "dpo",
+        needs="rows of your own without --data.eval-path; --preference.num-heldout of pairs",
     ),
     "data.mixture": Effect(holds=mixes_data, needs=ROWS.needs),
     "data.max_length": ROWS,
@@ -175,10 +200,28 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "sft.num_steps sft.batch_size sft.log_every sft.max_tokens_per_microbatch sft.dropout checkpoint.sft_every": SFT,
     "sft.router_balance_coef": SFT,
-    "checkpoint.best": HELDOUT,
+    "checkpoint.best": Effect(holds=lambda c, m: "dpo" in m or has_heldout(c, m), needs=HELDOUT.needs),
     "checkpoint.patience": Effect(holds=lambda c, m: c.checkpoint.best is not None, needs="--checkpoint.best"),
     "sft.eval_every": Effect(holds=has_heldout, needs=HELDOUT.needs, part="sft"),
     **_optimizer("sft", "sft"),
+    " ".join(
+        f"preference.{name}"
+        for name in (
+            *("loss", "beta", "num_heldout", "num_steps", "batch_size", "log_every", "eval_every", "checkpoint_every"),
+            *("max_tokens_per_microbatch", "dropout", "path", "eval_path"),
+        )
+    ): DPO,
+    "preference.label_smoothing": _reads_number(*SMOOTHED),
+    "preference.gamma": _reads_number(*MARGINS),
+    "preference.nll_coef": _reads_number(*LIKELY),
+    "preference.desirable_weight preference.undesirable_weight": _reads_number("kto"),
+    "preference.reference": Effect(
+        holds=lambda c, m: c.preference.loss not in REFERENCE_FREE, needs="a loss with a reference: --preference.loss dpo", part="dpo"
+    ),
+    "preference.num_pairs": Effect(
+        holds=lambda c, m: c.task in SELF_MADE_TASKS and c.preference.path is None, needs="a built-in task: --task sort", part="dpo"
+    ),
+    **_optimizer("preference", "dpo"),
     "rl.num_steps rl.prompts_per_step rl.samples_per_prompt rl.num_epochs rl.num_minibatches rl.algorithm rl.baseline": RL,
     "rl.mask_truncated rl.overlong_buffer rl.filter rl.sync_every rl.log_every rl.eval_every": RL,
     "rl.max_tokens_per_microbatch rl.dropout rl.skip_redundant rl.router_balance_coef rl.router_replay checkpoint.rl_every": RL,
@@ -193,7 +236,10 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "rl.over_sampling_factor": Effect(
         holds=lambda c, m: not c.rl.asynchronous.enabled, needs="synchronous rollouts: leave --rl.asynchronous.enabled out", part="rl"
     ),
-    "rl.kl_control.kl_coef rl.kl_control.target reference.path reference.dtype": REFERENCE,
+    "rl.kl_control.kl_coef rl.kl_control.target": REFERENCE,
+    "reference.path reference.dtype": Effect(
+        holds=has_reference, needs=f"{REFERENCE.needs}, or --mode dpo with a loss that compares with a reference"
+    ),
     "rl.kl_control.horizon": Effect(
         holds=lambda c, m: REFERENCE.holds(c, m) and c.rl.kl_control.target is not None, needs="--rl.kl-control.target", part="rl"
     ),
@@ -276,7 +322,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "lora.alpha lora.base_dtype lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
     "engine.kind engine.weight_sync engine.parity_rows engine.probe_tolerance": RL,
     "engine.max_slots engine.prefix_cache_tokens engine.cuda_graphs": Effect(
-        holds=lambda c, m: ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
+        holds=lambda c, m: ("rl" not in m and has_heldout(c, m)) or ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
         needs="the embedded engine: --engine.kind inprocess",
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.sleep engine.one_request_per_group": SERVER,
@@ -397,13 +443,14 @@ def find_idle_options(
     """Return the user's settings without effect, in the order of the sections.
 
     Args:
-        mode: sft, rl or sft+rl.
+        mode: sft, rl, sft+rl, dpo or sft+dpo.
         defaults: default configurations of the command and of the task; their values are not the user's.
         typed: names of settings changed by flags.
         dry_run: whether the command is a dry run.
     """
-    parts = {"sft": "sft" in mode, "rl": "rl" in mode, "dry_run": dry_run}
+    parts = {"sft": "sft" in mode, "rl": "rl" in mode, "dpo": "dpo" in mode, "dry_run": dry_run}
     absent = {"sft": "SFT: --mode sft or sft+rl", "rl": "RL: --mode rl or sft+rl", "dry_run": "--dry-run"}
+    absent["dpo"] = "preferences: --mode dpo or sft+dpo"
     given, values = find_changes(config, *defaults), dict(list_options(config))
     idle: list[IdleOption] = []
     for name, value in values.items():
@@ -426,9 +473,9 @@ def describe_idle_options(idle: Collection[IdleOption]) -> str:
 def describe_doubts(config: Config, mode: str) -> dict[str, str]:
     """Return warnings about settings that work and are seldom meant, by a name that begins with "warning"."""
     doubts: dict[str, str] = {}
-    for stage, optimizer in (("sft", config.sft.optimizer), ("rl", config.rl.optimizer)):
-        if stage in mode and optimizer.lr == 0:
-            doubts[f"warning of {stage.upper()}"] = f"--{stage}.optimizer.lr is 0, so that no step changes the weights"
+    for stage, section in (("sft", "sft"), ("rl", "rl"), ("dpo", "preference")):
+        if stage in mode and getattr(config, section).optimizer.lr == 0:
+            doubts[f"warning of {stage.upper()}"] = f"--{section}.optimizer.lr is 0, so that no step changes the weights"
     own, held_out = config.data.path, config.data.eval_path
     if own is not None and held_out is not None and (own == held_out or Path(own).resolve() == Path(held_out).resolve()):
         doubts["warning of rows"] = (

@@ -126,6 +126,7 @@ def _list_owners(config: Any, prefix: str = "") -> Iterator[tuple[str, list[str]
 
 _LIBRARY: Mapping[str, tuple[str, ...]] = {
     "SFTTrainingConfig": ("sft",),
+    "PreferenceTrainingConfig": ("preference",),
     "RLTrainingConfig": ("rl", "engine", "critic"),
     "RolloutConfig": ("rl",),
     "GenerationConfig": ("generation",),

@@ -83,6 +83,13 @@ def _fit_own_model(config: Config, sft_lr: float, rl_lr: float) -> Config:
     """
     return replace(
         config,
+        preference=replace(
+            config.preference,
+            batch_size=32,
+            eval_every=50,
+            checkpoint_every=100,
+            optimizer=OptimizerConfig(lr=rl_lr, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0),
+        ),
         sft=replace(
             config.sft,
             eval_every=60,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.agents.setting import EpisodeSetting
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import tokenize_prompt
+from rollouts.data.preference_pairs import PreferencePair
 from rollouts.data.recorded import RecordedGroups
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import exact_match
@@ -37,6 +38,8 @@ class Task:
     num_skipped_rows: int = 0  # bad rows skipped on request
     train_sources: Sequence[str] = ()  # "file, line n" of each train prompt that is from a file
     heldout_sources: Sequence[str] = ()  # the same of held-out prompts
+    preferences: Sequence[PreferencePair | Sample] = ()  # pairs, or labelled answers for KTO
+    heldout_preferences: Sequence[PreferencePair | Sample] = ()  # the same of other prompts
     recorded: RecordedGroups | None = None  # rollouts to train on instead of generating
     notes: tuple[str, ...] = ()  # facts about the data, printed at the start of a run
     episodes: EpisodeSetting | None = None  # None = a single turn per prompt

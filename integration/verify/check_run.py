@@ -23,7 +23,7 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training.checkpoints import LOCK_FILE, checkpoint_name, find_leftovers, list_checkpoints
 from rollouts.training.run_state import read_run_state
 
-STAGES = ("sft", "rl")
+STAGES = ("sft", "dpo", "rl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def check_run(path: Path) -> CheckedRun:
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory: give that of a run, for example runs/mine")
-    stages = [Stage("sft", path / "sft"), Stage("rl", path / "rl"), Stage("", path)]
+    stages = [Stage("sft", path / "sft"), Stage("dpo", path / "dpo"), Stage("rl", path / "rl"), Stage("", path)]
     stages = [stage for stage in stages if stage.checkpoints.is_dir()]
     if not ((path / CONFIG_FILE).is_file() or (path / RUN_FILE).is_file() or stages):
         raise ConfigError(f"{path} has no {CONFIG_FILE}, no {RUN_FILE} and no checkpoints: it is not the directory of a run")

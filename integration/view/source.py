@@ -218,7 +218,7 @@ def find_decoder(path: Path, directory: Path | None) -> Decode | None:
     run = find_run(path)
     if run is None:
         return None
-    checkpoints = [c for stage in ("rl", "sft") for c in reversed(list_checkpoints(run / stage / "checkpoints"))]
+    checkpoints = [c for stage in ("rl", "dpo", "sft") for c in reversed(list_checkpoints(run / stage / "checkpoints"))]
     for checkpoint in checkpoints:
         with suppress(ConfigError):  # a damaged checkpoint: an older one has the same tokenizer
             decoder = read_tokenizer(checkpoint)

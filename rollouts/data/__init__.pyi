@@ -12,7 +12,12 @@ from .filters import (
     make_length_filter as make_length_filter,
     make_threshold_filter as make_threshold_filter,
 )
-from .preference_pairs import load_preference_pairs as load_preference_pairs, prepare_preference_pair as prepare_preference_pair
+from .preference_pairs import (
+    load_labelled_answers as load_labelled_answers,
+    load_preference_pairs as load_preference_pairs,
+    prepare_preference_pair as prepare_preference_pair,
+    rank_rollouts as rank_rollouts,
+)
 from .prompts import DataBuffer as DataBuffer
 from .records import (
     TrajectoryRecord as TrajectoryRecord,

@@ -28,6 +28,7 @@ from integration.settings.config import (
     create_output_dir,
     episode_config,
     generation_config,
+    preference_training_config,
     reward_config,
     rl_training_config,
     sft_training_config,
@@ -57,6 +58,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in (("train", 30), ("heldout", 5)):
         lines = [json.dumps({"prompt": f"s{i}=", "completion": str(i), "answer": str(i)}) for i in range(rows)]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        pairs = [json.dumps({"prompt": f"s{i}=", "chosen": str(i), "rejected": "9999"}) for i in range(rows)]
+        (directory / f"{name}_pairs.jsonl").write_text("\n".join(pairs) + "\n")
     return directory
 
 
@@ -109,6 +112,12 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "program": ("rl", False, {"agent.command": "true", "agent.on_error": "retry"}),
     "own data": ("sft+rl", False, {**DATA, "data.max_length": 60, "reward.function": "rollouts.rewards.answers:exact_match"}),
     "only SFT of own data": ("sft", False, DATA),
+    "preferences": ("dpo", False, {}),
+    "preferences by the dry run": ("dpo", True, {"preference.loss": "cdpo"}),
+    "smoothed": ("sft+dpo", False, {"preference.loss": "robust", "preference.optimizer.schedule": "constant"}),
+    "margin": ("dpo", False, {"preference.loss": "simpo"}),
+    "answers": ("dpo", False, {"preference.loss": "kto"}),
+    "own pairs": ("dpo", False, {"task": "jsonl", "preference.path": "DIR/train_pairs.jsonl", "model.path": "DIR"}),
     "unevaluated": ("sft", False, {**DATA, "evaluation.sampled": False, "data.eval_path": "DIR/heldout.jsonl"}),
 }  # fmt: skip
 OTHER: dict[str, Any] = {  # a further value of an option, where none can be thought up from the type
@@ -146,9 +155,10 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "data.rollouts": "DIR/rollouts.jsonl", "checkpoint.best": "held_out_accuracy",
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "model.kernels": "torch", "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
-    "data.mixture": ("DIR/heldout.jsonl(repeat=2)",),
+    "data.mixture": ("DIR/heldout.jsonl(repeat=2)",), "preference.loss": "ipo", "preference.beta": 0.7, "preference.nll_coef": 0.5,
+    "preference.reference": "precomputed", "preference.path": "DIR/heldout_pairs.jsonl", "preference.eval_path": "DIR/heldout_pairs.jsonl",
 }  # fmt: skip
-for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer"):
+for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer", "preference.optimizer"):
     settings = {"schedule": "cosine", "betas": (0.8, 0.9), "weight_decay": 0.2, "warmup_steps": 7, "min_lr_ratio": 0.3, "moments": "8bit"}
     OTHER |= {f"{section}.{name}": value for name, value in settings.items()}
 STILL_OTHER = {
@@ -177,6 +187,8 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
         "parts/models.py",
         "load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust",
     ),
+    "preference.num_pairs": ("tasks/preference_pairs.py", '"num_pairs": section.num_pairs'),
+    "preference.num_heldout": ("tasks/preference_pairs.py", '"num_heldout": section.num_heldout'),
     "data.truncate": ("run/stages.py", "truncate=data.truncate"),
     "data.skip_bad_rows": ("run/stages.py", "skip_bad_rows=data.skip_bad_rows"),
     "engine.max_restarts": ("parts/engines.py", 'max_restarts={"restart": section.max_restarts'),
@@ -219,12 +231,16 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def observe_part(config: Config, part: str) -> Iterator[Any]:
     """Yield the values that one stage is given."""
-    section, steps = getattr(config, part), 40
+    section, steps = config.preference if part == "dpo" else getattr(config, part), 40
     rule = create_rule(**vars(section.optimizer), total_steps=steps)
     clip = fsdp_config(config).clip_grad if config.backend.kind == "fsdp" else None
     yield replace(rule, max_grad_norm=clip or rule.max_grad_norm, schedule=len), [rule.schedule(step) for step in range(steps)]
     if part == "sft":
         yield sft_training_config(config)
+        return
+    if part == "dpo":
+        objective = config.preference.create_objective()
+        yield preference_training_config(config), repr(objective), config.reference.path if objective.needs_reference else None
         return
     algorithm = config.algorithm
     training = rl_training_config(config, algorithm)
@@ -318,7 +334,7 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
         yield config.evaluation, evaluated.new(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), config.reward.function
         if config.evaluation.sampled:
             yield evaluated
-        if "sft" in mode:
+        if "sft" in mode or "dpo" in mode:
             yield config.engine.max_slots, config.engine.prefix_cache_tokens
         if is_judged(config):
             rewards = reward_config(config)
@@ -334,7 +350,7 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
         yield create_world(config)
     if config.task in ("jsonl", "gsm8k", "environment"):
         task = create_task(config, create_char_tokenizer(), mode)
-        yield task.train_prompts, task.heldout_prompts, task.sft_samples, task.description
+        yield task.train_prompts, task.heldout_prompts, task.sft_samples, task.description, task.preferences, task.heldout_preferences
     if config.backend.kind == "fsdp":
         yield fsdp_config(config), config.backend.timeout_s
     if config.model.path is not None:

@@ -241,7 +241,7 @@ def test_a_resumed_run_goes_through_a_mixture_in_the_same_order_or_says_that_it_
     assert main([*half, "6", "--resume"]) != 0
     assert "its lines are the same up to there, 1 more of them. Restore them" in capsys.readouterr().err
     assert main([*half, "6", "--resume", "--accept-changed-data"]) != 0
-    assert "is of SFT on 14 rows, but the data now has 16" in capsys.readouterr().err
+    assert "was trained on 14 rows, but the data now has 16" in capsys.readouterr().err
 
 
 def test_only_the_view_that_is_asked_for_is_read(tmp_path: Path):

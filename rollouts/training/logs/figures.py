@@ -20,7 +20,7 @@ Point = tuple[float, float]
 
 _BLUE, _ORANGE = "tab:blue", "tab:orange"
 _MOST_COLUMNS = 3
-_STAGES: Mapping[str, str] = MappingProxyType({"sft": "SFT", "rl": "RL", "reward_model": "reward model"})
+_STAGES: Mapping[str, str] = MappingProxyType({"sft": "SFT", "rl": "RL", "dpo": "preferences", "reward_model": "reward model"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,19 @@ def _create_figure(*, figsize: tuple[float, float]) -> Any:
 
 def _choose_panels(lines: Sequence[Line]) -> list[_Panel]:
     stages = {name: [line for line in lines if _find_stage(line) == name] for name in _STAGES}
-    sft, rl, pairs = stages["sft"], stages["rl"], stages["reward_model"]
+    sft, rl, pairs, preferences = stages["sft"], stages["rl"], stages["reward_model"], stages["dpo"]
     panels = [
         _Panel(title="SFT loss", y="nats per token", x="SFT step", curves=_losses(sft)),
+        _Panel(title="loss of preferences", y="mean over pairs", x="step", curves=_losses(preferences)),
+        _Panel(
+            title="pairs with the larger reward for the chosen answer",
+            y="fraction",
+            is_share=True,
+            curves=[
+                Curve(label="training", points=_find_points(preferences, "reward_accuracy"), color=_BLUE),
+                Curve(label="held out", points=_find_points(preferences, "eval_pair_accuracy"), color=_ORANGE, style="--"),
+            ],
+        ),
         _Panel(title="loss of the reward model", y="nats per pair", curves=_losses(pairs)),
         _Panel(
             title="pairs ranked right",
