@@ -215,9 +215,21 @@ def judge_trend(values: Sequence[float], name: str, sign: int) -> str:
     error = math.sqrt(_variance(late) / count + _variance(early) / count)
     told = f"the {name} of the last {count} steps is {_mean(late):.4g}, of the {count} before {_mean(early):.4g}"
     if abs(difference) <= _CLEAR * error or difference == 0:
-        return f"no longer clearly learning: {told}, no more apart than chance ({_CLEAR:g} standard errors are {_CLEAR * error:.2g})"
+        chance = f"no more apart than chance ({_CLEAR:g} standard errors are {_CLEAR * error:.2g})"
+        return f"no longer clearly learning: {told}, {chance}; {describe_slope(values)}"
     verdict = "still learning" if difference * sign > 0 else "getting worse"
-    return f"{verdict}: {told} (standard error {error:.2g})"
+    return f"{verdict}: {told} (standard error {error:.2g}); {describe_slope(values)}"
+
+
+def describe_slope(values: Sequence[float]) -> str:
+    """Describe the least-squares slope of the last third of the values, at least six, by two standard errors around it."""
+    late = values[-max(6, len(values) // 3) :]
+    n, middle, mean = len(late), (len(late) - 1) / 2, _mean(late)
+    spread = math.fsum((k - middle) ** 2 for k in range(n))
+    slope = math.fsum((k - middle) * (value - mean) for k, value in enumerate(late)) / spread
+    rest = math.fsum((value - mean - slope * (k - middle)) ** 2 for k, value in enumerate(late))
+    error = _CLEAR * math.sqrt(rest / (n - 2) / spread)
+    return f"slope over the last {n} steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
 
 
 def describe_held_out(lines: Sequence[Line]) -> str:

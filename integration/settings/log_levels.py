@@ -84,7 +84,9 @@ class WarningsFile(logging.Handler):
         self._path, self._known = path, set(read_warnings(path))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message of a record, without its traceback."""
+        """Keep the message of a record of this program, without its traceback: libraries warn of what no setting changes."""
+        if record.name.partition(".")[0] not in OWN_LOGGERS:
+            return
         with suppress(Exception):  # a message whose parts do not fit is told by the handler of stderr
             self.keep(record.getMessage(), record.name)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import trio
 
@@ -317,6 +318,7 @@ def test_warnings_are_kept_once_each_also_of_an_interrupted_and_resumed_run(run:
             logger.warning("the KL is %s\x1b[31m", 3)
             logger.error("a server ended: http://me:secret@host/")
             logger.info("no warning")
+            logging.getLogger("torchao").warning("a kernel was not found")
             tell("warning: a checkpoint is passed over")
             tell("rl.seed is new")
     logger.warning("after the run")
@@ -334,3 +336,13 @@ def test_a_file_of_warnings_has_an_end(tmp_path: Path):
         for k in range(300):
             logging.getLogger("rollouts.somewhere").warning("step %d is slow", k)
     assert len(read_warnings(tmp_path / "warnings.jsonl")) == 200
+
+
+def test_the_slope_of_the_last_third_has_an_interval():
+    noise = (0.01, -0.01, 0.02, -0.02)
+    values = [0.0] * 16 + [0.1 * k + noise[k % 4] for k in range(8)]
+    expected = np.polyfit(range(8), values[-8:], 1, cov=True)
+    slope, error = expected[0][0], 2 * math.sqrt(expected[1][0][0])
+    assert judge_trend(values, "reward", 1).endswith(
+        f"slope over the last 8 steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
+    )

@@ -49,7 +49,7 @@ class Page:
     def wait(self, condition: str, *, timeout_s: float = 60.0) -> None:
         """Wait until a JavaScript expression is true. Raises TimeoutError with the expression."""
         end = time.monotonic() + timeout_s
-        while not self.ask(condition, missing=False):
+        while not self.ask(f"Boolean({condition})", missing=False):
             if time.monotonic() > end:
                 raise TimeoutError(f"{condition} is not true after {timeout_s:g} s; console: {self.console}")
             time.sleep(0.02)

@@ -8,6 +8,7 @@ const WATCHED = {
   reward_model: ["loss", "accuracy", "eval_accuracy", "margin_mean", "grad_norm", "lr"],
 };
 const COLORS = ["#0b62c4", "#d9480f", "#1b8a4a", "#8b3fc7", "#b8860b", "#0d8f8f", "#c2255c", "#5d6771"];
+const COLORS_DARK = ["#6bb0ff", "#ff9063", "#5fd08c", "#c69bff", "#e6c15a", "#54d1d1", "#ff85ad", "#aab4be"];
 
 function drawCurves(report, state, change) {
   const page = make("div", {});
@@ -42,10 +43,11 @@ function addPlot(plots, report, stage, key) {
   plots.append(box);
   const tables = runs.map(({ run }) => [run.stages[stage].step, run.stages[stage][key]]);
   const ink = getComputedStyle(document.documentElement).getPropertyValue("--dim").trim();
+  const colors = document.documentElement.dataset.theme === "dark" ? COLORS_DARK : COLORS;
   const grid = { stroke: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(), width: 1 };
   const axis = { stroke: ink, grid, ticks: grid, size: 58, values: (_, ticks) => ticks.map(tick) };
   const steps = { ...axis, size: 34, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], values: (_, ticks) => ticks.map(number) };
-  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : key, stroke: COLORS[k % COLORS.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: (_, value) => number(value) }));
+  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : key, stroke: colors[k % colors.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: (_, value) => number(value) }));
   const options = { width: Math.max(240, box.clientWidth - 16), height: 210, scales: { x: { time: false } }, axes: [steps, axis], series: [{ label: "step" }, ...series], cursor: { drag: { x: true, y: false } } };
   requestAnimationFrame(() => {
     options.width = Math.max(220, box.clientWidth - 14);

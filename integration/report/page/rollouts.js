@@ -72,7 +72,7 @@ async function drawRollouts(report, state, change) {
       if (!state.order && group !== lastGroup) list.append(make("div", { class: "group" }, `step ${row.step}, group ${row.group}`));
       lastGroup = group;
       list.append(make("button", { type: "button", class: "row", "data-row": nameOf(row), "aria-label": `sample ${row.sample}, reward ${number(row.reward)}`, on: { click: () => change({ pick: nameOf(row) }, true, () => pick(row)) } },
-        make("span", {}, `#${row.sample}`), make("span", { class: "reward" }, number(row.reward)), make("span", { class: "preview" }, show(row.preview || `(${row.status})`))));
+        make("span", {}, `#${row.sample}`), make("span", { class: "reward" }, number(row.reward)), make("span", { class: "preview" }, (state.order === "clipped" && row.clipped ? `${row.clipped} clipped: ` : "") + show(row.preview || `(${row.status})`))));
     }
     shown += LIST_MOST;
     if (shown < found.length) { more.textContent = `Show more (${found.length - shown} left)`; list.append(more); }
