@@ -161,7 +161,7 @@ def explain_loading(directory: Path, kind: str) -> Generator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
         raise ConfigError(f"{directory} cannot be loaded as a {kind}: {explain_remote_code(error)}") from error
     except SafetensorError as error:  # derives from Exception only
         raise ConfigError(f"the weights in {directory} are damaged: {error}. Copy or download them again") from error

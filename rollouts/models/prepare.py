@@ -36,6 +36,7 @@ from rollouts.models.forward import (
     run_native,
     run_packed,
 )
+from rollouts.models.own_code import mend_own_code
 from rollouts.models.replay import Choices, compare_replay
 from rollouts.models.routers import Routers, find_routers, probe_routers
 from rollouts.models.weights import check_finite_weights
@@ -60,6 +61,12 @@ ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 MANY_INDEX_HEADS = 16
 """Index heads of sparse attention from which on scores are hardly ever tied: a score is exactly 0 where the ReLU of every head is."""
+
+_BOUNDS = (  # names in configurations: windows, chunks, blocks and convolutions, in tokens
+    "sliding_window", "sliding_window_size", "attention_window_size", "window_size", "local_attention", "attention_chunk_size",
+    "index_topk", "indexer_budget", "chunk_size", "mamba_chunk_size", "block_size", "linear_conv_kernel_dim", "conv_L_cache",
+    "mamba_d_conv",
+)  # fmt: skip
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # names in configurations
 
@@ -303,7 +310,7 @@ def prepare_attention(model: PreTrainedModel) -> bool:
     Returns: whether the model keeps its own attention and runs rows of one length at a time (forward.run_native).
     Raises: ConfigError for a model that is not causal or gives other results for a row beside others; CheckpointError for a NaN weight.
     """
-    get_decoder(model)
+    mend_own_code(model)
     before = getattr(model.config, "_attn_implementation", None)
     try:
         use_packed_attention(model)
@@ -374,11 +381,20 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{kind} cannot run rows{_quote_fields(model.config)}: {error}") from error
+        hint = _advise_float32(model, compute_dtype)
+        raise ConfigError(f"{kind} cannot run rows{_quote_fields(model.config)}: {error}{hint}") from error
     finally:
         model.train(was_training)
     what = "logits" if has_logits else "hidden states"
     check_same(found, expected, f"{kind} gives other {what} for rows beside others than alone", dtype)
+
+
+def _advise_float32(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> str:
+    """Return advice for an error of a model's own code that may be one of half precision, as where it mixes float32 with that."""
+    found = find_dtype(model, torch.empty(0, device=next(model.parameters()).device))
+    if found == torch.float32 and compute_dtype != torch.bfloat16:
+        return ""
+    return ". Its passes are in bfloat16: take --backend.compute-dtype float32, with weights in float32"
 
 
 def _check_causal(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
@@ -464,8 +480,7 @@ def check_value_head(model: PreTrainedModel) -> None:
 def find_widest(model: PreTrainedModel) -> int | None:
     """Return the largest number of tokens that the configuration names as a bound of what a layer reads; None without one."""
     config = model.config.get_text_config()
-    names = ("sliding_window", "attention_chunk_size", "index_topk", "linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv")
-    found = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
+    found = [value for name in _BOUNDS if isinstance(value := getattr(config, name, None), int) and value > 0]
     return max((width for width in found if width <= LONGEST_CHECK), default=None)
 
 
@@ -506,7 +521,8 @@ def use_packed_attention(model: PreTrainedModel, compute_dtype: torch.dtype | No
     except ConfigError:
         raise
     except (TypeError, AssertionError, RuntimeError, ValueError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{type(model).__name__} cannot run packed rows{_quote_fields(model.config)}: {error}") from error
+        hint = _advise_float32(model, compute_dtype)
+        raise ConfigError(f"{type(model).__name__} cannot run packed rows{_quote_fields(model.config)}: {error}{hint}") from error
     finally:
         model.train(was_training)
     what = "logits" if head is not None else "hidden states"

@@ -69,6 +69,7 @@ async def test_a_step_of_several_micro_batches_is_read_once(create: Any, monkeyp
     numbers = 4  # loss, num_tokens, mean, max_length; and what sft_loss measures
     assert len(lists) == 1
     assert lists[0] >= len(pending.parts) * numbers + 1
+    assert lists[0] % len(pending.parts) == 1  # as many numbers of each part, and the norm
     assert floats.count == in_updates
     assert metrics["given"] == pytest.approx(0.25)
     assert metrics["max_length"] == 12.0

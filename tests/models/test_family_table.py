@@ -21,24 +21,22 @@ from rollouts.engines.inprocess import slots
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
-from rollouts.errors import DataError, EngineRequestError
+from rollouts.errors import ConfigError, DataError, EngineRequestError
+from rollouts.models import own_code
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
+from rollouts.models.loading import load_hf_model
 from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
 from rollouts.types import Sample, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 LINE = re.compile(r"\| (\w[\w-]*) \| (\S.*?) \| (\S.*?) \| (\S+) \| (\S+) \| (\S+) \|")
-ROUNDED = {
-    "gemma4_text": 3e-5,
-    "youtu": 6e-5,  # transformers' own differs from float64 by 5e-5
-    "minicpm3": 3e-5,
-    "mamba": 5e-5,
-}  # largest difference of an engine whose own float32 differs as much
+ROUNDING_RATIO = 2  # largest rounding of an engine above the bar, relative to that of transformers' own pass in float32
 
 
 def load_generator() -> Any:
     spec = importlib.util.spec_from_file_location("generate_models", ROOT / "tools" / "docs" / "generate_models.py")
     assert spec is not None and spec.loader is not None
+    sys.path.append(str(ROOT / "tools" / "docs"))  # of its families
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,6 +45,7 @@ def load_generator() -> Any:
 GENERATOR = load_generator()
 TABLE = GENERATOR.PAGE.read_text().split(GENERATOR.BEGIN)[1].split(GENERATOR.END)[0]
 WAYS = {match[1]: (match[2], match[3]) for match in LINE.finditer(TABLE)}
+ROUNDED = re.findall(r"^\| (\S+) .*\*\*", TABLE, re.MULTILINE)  # engines above the bar
 OTHER_WINDOWS = {
     "gemma3_text": 19,
     "mistral": 3,
@@ -65,13 +64,90 @@ def check(family: str, window: int) -> None:
     assert (row.training, row.decoding) == WAYS[family]
     assert row.log_probs <= GENERATOR.LOG_PROB_BAR
     assert row.gradients <= GENERATOR.GRADIENT_BAR
-    assert row.engine <= ROUNDED.get(family, GENERATOR.LOG_PROB_BAR)
+    if row.engine > GENERATOR.LOG_PROB_BAR:
+        rounding = GENERATOR.measure_rounding(family)
+        assert rounding.engine[0] <= ROUNDING_RATIO * rounding.own[0], rounding
+        assert row.engine <= 3 * rounding.own[1], (row, rounding)
 
 
 def test_the_table_has_every_family_of_the_generator():
     assert re.findall(r"^\| (\S+) \|", TABLE, re.MULTILINE) == GENERATOR.FAMILIES
     assert list(WAYS) == GENERATOR.FAMILIES  # none is refused, or left out
-    assert set(re.findall(r"^\| (\S+) .*\*\*", TABLE, re.MULTILINE)) <= set(ROUNDED)
+    page = GENERATOR.PAGE.read_text()
+    rounded = page.split(GENERATOR.ROUNDED_BEGIN)[1].split(GENERATOR.ROUNDED_END)[0]
+    assert re.findall(r"^\| (\S+) \|", rounded, re.MULTILINE) == ROUNDED
+    refused = page.split(GENERATOR.REFUSED_BEGIN)[1].split(GENERATOR.REFUSED_END)[0]
+    assert refused.strip().splitlines() == GENERATOR.format_refused()
+
+
+def test_every_causal_language_model_of_transformers_has_a_line():
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTERED
+
+    told = {*GENERATOR.FAMILIES, *GENERATOR.REFUSED, *GENERATOR.NOT_OPENED, *GENERATOR.list_same_classes()}
+    missing = [name for name in REGISTERED if name not in told]
+    assert not missing, (
+        f"transformers registers {missing} as causal language models, and docs/models.md has no line for them: add each to FAMILIES or "
+        "REFUSED of tools/docs/model_families.py, with settings of a tiny model if it needs some, and run tools/docs/generate_models.py"
+    )
+
+
+@pytest.mark.parametrize("family", GENERATOR.REFUSED)
+def test_a_family_that_is_not_computed_is_refused_in_one_sentence(family: str):
+    assert GENERATOR.compare_family(family).problem.startswith("refused: ")
+
+
+@pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody"])
+def test_a_model_that_transformers_cannot_open_is_refused_by_its_directory(kind: str, tmp_path: Path):
+    from transformers import CONFIG_MAPPING
+
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal language model"):
+        load_hf_model(tmp_path)
+
+
+def test_block_sparse_attention_of_big_bird_is_refused_although_short_rows_hide_it(monkeypatch: pytest.MonkeyPatch):
+    settings = GENERATOR.OWN["big_bird"] | {"attention_type": "block_sparse", "block_size": 64}  # sparse from 705 tokens on
+    monkeypatch.setitem(GENERATOR.OWN, "big_bird", settings)
+    for use in (prepare_attention, partial(open_slots, max_slots=2, name="engine")):
+        model = GENERATOR.create_model("big_bird")  # its pass over a short row leaves full attention behind
+        model.bert.set_attention_type("block_sparse")
+        with pytest.raises(ConfigError, match="'original_full'"):
+            use(model)
+
+
+@pytest.mark.parametrize("window", [8, 64])
+async def test_xlstm_decodes_in_bfloat16_in_rows_of_several_chunks(window: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(GENERATOR.OWN, "xlstm", {"num_blocks": 2, "num_heads": 4, "chunk_size": window})
+    model = GENERATOR.create_model("xlstm", window)
+    rows = [row[: 3 * window + 20] for row in GENERATOR.draw_rows(window)[:2]]
+    exact = copy.deepcopy(model)
+    native, difference = await GENERATOR.compare_engine(exact, model.bfloat16(), rows)
+    assert native
+    assert model.backbone.blocks[0].mlstm_layer.mlstm_backend._inference_fn.func is own_code._compute_widened  # pyright: ignore
+    assert difference < 0.1  # of weights rounded to bfloat16
+
+
+def test_the_recurrence_of_xlstm_is_that_of_transformers_where_transformers_computes_it():
+    model = GENERATOR.create_model("xlstm")
+    tokens = torch.tensor([GENERATOR.draw_rows(8)[0]])
+    with torch.no_grad():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        own_code.mend_own_code(model)
+        own_code.mend_own_code(model)
+        assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+        rounded = copy.deepcopy(model).bfloat16()(input_ids=tokens, use_cache=False).logits  # fails in transformers
+    assert float((rounded - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+def test_a_model_that_mixes_float32_with_bfloat16_is_refused_with_what_to_do():
+    model = GENERATOR.create_model("inkling2_text").bfloat16()  # its routers are compared in float32
+    with pytest.raises(ConfigError, match=r"all weights in bfloat16 \(.*\): .*--engine.dtype float32"):
+        open_slots(model, max_slots=2, name="engine")
+    for family in ("dbrx", "xmod"):
+        options = OutputOptions(compute_dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=r"bfloat16: take --backend\.compute-dtype float32"):
+            prepare_model(GENERATOR.create_model(family), None, torch.device("cpu"), compute_log_probs, options)
 
 
 def test_logits_of_rows_that_pad_the_output_matrix_are_dropped_as_inkling_does():

@@ -1,11 +1,12 @@
-"""Compare text families of transformers, as tiny random models, with transformers' own forward pass, and write the table of docs/models.md.
+"""Compare families of transformers, as tiny random models, with transformers' own forward pass, and write the tables of docs/models.md.
 
-python tools/docs/generate_models.py           writes the table, about four minutes
+python tools/docs/generate_models.py           writes the tables, about six minutes
 python tools/docs/generate_models.py qwen3     prints the rows of some families
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -15,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trio
+from model_families import DRAFTS, EXPERTS, FAMILIES, LATENT, LINEAR, MAMBA, NOT_OPENED, OTHERS, OWN, REFUSED, SIZES
+from torch.overrides import TorchFunctionMode
 
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
@@ -26,79 +29,37 @@ from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel
 from rollouts.errors import RolloutsError
 from rollouts.models.prepare import prepare_attention
-from rollouts.types import LossOutput, Sample, SamplingParams
+from rollouts.types import Completion, LossOutput, Sample, SamplingParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families begin -->", "<!-- families end -->"
+ROUNDED_BEGIN, ROUNDED_END = "<!-- rounding begin -->", "<!-- rounding end -->"
+REFUSED_BEGIN, REFUSED_END = "<!-- refused begin -->", "<!-- refused end -->"
 WINDOW = 8
 LOG_PROB_BAR, GRADIENT_BAR = 1e-5, 1e-4  # largest differences in float32: nats; relative to the largest entry of a gradient
 
-SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
-SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-EXPERTS |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "shared_expert_intermediate_size": 32}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2, "mamba_d_conv": 4}
-LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-OTHERS = {"mamba_chunk_size": 8, "linear_conv_kernel_dim": 4}
-OWN = {  # settings under names of a family's own, or that it needs besides
-    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
-    "bloom": {"n_head": 4, "n_layer": 2},
-    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 64, "rotary_dim": 8},
-    "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 2},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "falcon": {"alibi": False},
-    "falcon_h1": {"mamba_d_ssm": 128, "mamba_expand": 2},
-    "zamba2": {"num_mem_blocks": 1, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-    "deepseek_v32": {"num_key_value_heads": 4},
-    "glm_moe_dsa": {"num_key_value_heads": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0,
-        "num_hidden_layers": 5,
-        "vocab_size_per_layer_input": 96,
-        "hidden_size_per_layer_input": 16,
-    },
-    "gemma4_text": {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 16, "num_hidden_layers": 6},
-    "longcat_flash": {
-        "head_dim": 8,
-        "ffn_hidden_size": 96,
-        "expert_ffn_hidden_size": 32,
-        "zero_expert_num": 2,
-        "moe_topk": 2,
-        "num_layers": 2,
-    },
-    "llama4_text": {"intermediate_size_mlp": 96},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16, "chunk_size": 8},
-    "cohere": {"logit_scale": 0.25},
-    "cohere2": {"logit_scale": 0.25},
-    "granite": {"logits_scaling": 4.0},
-    "modernbert-decoder": {"local_attention": 8},
-    "bert": {"is_decoder": True},
-    "roberta": {"is_decoder": True},
-    "electra": {"is_decoder": True, "embedding_size": 48},
-    "inkling2_text": {"unpadded_vocab_size": 96},
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
-    "openai-gpt": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64},
-    "codegen": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "rotary_dim": 8},
-    "xglm": {"d_model": 64, "attention_heads": 4, "num_layers": 4, "ffn_dim": 96},
-    "roformer": {"is_decoder": True},
-    "ctrl": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 64, "dff": 96},
-}
-FAMILIES = """
-llama mistral ministral ministral3 qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text mixtral gemma gemma2
-gemma3_text gemma3n_text gemma4_text phi phi3 phimoe olmo olmo2 olmo3 olmoe olmo_hybrid gpt2 gpt_neox gpt_oss gptj mpt deepseek_v2
-deepseek_v3 deepseek_v32 deepseek_v4 glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa smollm3 granite granitemoe granitemoehybrid cohere
-cohere2 starcoder2 opt bloom falcon stablelm ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe minimax minimax_m2 lfm2
-lfm2_moe exaone4 seed_oss dots1 flex_olmo longcat_flash mamba mamba2 bamba jamba falcon_h1 nemotron_h nemotron arcee apertus vaultgemma
-llama4_text helium zamba2 recurrent_gemma afmoe solar_open youtu bitnet diffllama doge jetmoe cwm mimo_v2_flash hy_v3 hy_v4 persimmon
-nanochat jais2 exaone_moe minicpm3 hyperclovax laguna mellum bailing_hybrid kolibri1 flint falcon_mamba axk1 cohere2_moe granite_swa
-granitemoe_swa granitemoeshared iquestcoder lfm3 minimax_m3_vl_text hrm_text inkling_text gpt_neox_japanese biogpt modernbert-decoder
-bert roberta electra dory exaone internlm3 lara_mini beam aria_text apertus1p5_text inkling2_text gpt_neo gpt_bigcode openai-gpt ctrl
-codegen xglm roformer sarvam_moe sarvam_mla
-""".split()  # noqa: SIM905
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far the log-probs of an engine and of transformers' own pass, both in float32, are from those in float64; nats."""
+
+    family: str
+    engine: tuple[float, float]  # root of the mean square, and largest, over all sampled tokens
+    own: tuple[float, float]
+
+    def format(self) -> str:
+        """Return the line of the table."""
+        return f"| {self.family} | {' | '.join(f'{value:.1e}' for value in (*self.engine, *self.own))} |"
+
+
+class Float64(TorchFunctionMode):
+    """Computes in float64 what a model with weights in float64 asks to be computed in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            return args[0].double()
+        wide = [torch.float64 if x is torch.float32 else x for x in args]
+        return func(*wide, **{name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()})
 
 
 @dataclass(frozen=True)
@@ -133,16 +94,12 @@ def create_model(family: str, window: int = WINDOW, seed: int = 0) -> Any:
     if family not in CONFIG_MAPPING:
         raise ValueError("not in this version of transformers")
     kind = CONFIG_MAPPING[family]
-    names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
-    wanted = {**SIZES, **EXPERTS, **LATENT, **MAMBA, **LINEAR, **OTHERS, "sliding_window": window, "attention_chunk_size": window}
-    wanted["max_position_embeddings"] = max(64, 8 * window)
-    problem: Exception | None = None
+    problem, model = None, cast("Any", None)
     for left_out in ((), ("head_dim",), tuple(LATENT)):
-        chosen = {name: value for name, value in wanted.items() if name in names and name not in left_out}
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model: Any = AutoModelForCausalLM.from_config(kind(**{**chosen, **OWN.get(family, {})})).float().eval()
+                model = AutoModelForCausalLM.from_config(kind(**choose_settings(family, window, left_out))).float().eval()
                 for name, parameter in model.named_parameters():
                     if "proj" in name or "attn" in name:  # so that attention is not next to uniform
                         parameter.data *= 3
@@ -151,8 +108,31 @@ def create_model(family: str, window: int = WINDOW, seed: int = 0) -> Any:
             return model
         except Exception as error:  # whatever a configuration raises
             problem = error
+    if family in REFUSED and model is not None:  # its own pass wants more than tokens
+        return model
     print(f"{family}: {type(problem).__name__}: {problem}", file=sys.stderr)
     raise ValueError("not compared: no tiny configuration was found")
+
+
+def choose_settings(family: str, window: int, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """Choose the settings of a tiny configuration, also of the language model in it if that is another family.
+
+    Args:
+        window: as in create_model.
+        left_out: names of settings that keep their defaults.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", ())}
+    wanted = {**SIZES, **EXPERTS, **LATENT, **MAMBA, **LINEAR, **OTHERS, "sliding_window": window, "attention_chunk_size": window}
+    wanted["max_position_embeddings"] = max(64, 8 * window)
+    chosen = {name: value for name, value in wanted.items() if name in names and name not in left_out} | OWN.get(family, {})
+    text = chosen.get("text_config")
+    if isinstance(text, str):
+        drafts = DRAFTS if family.endswith("assistant") else {}
+        chosen["text_config"] = choose_settings(text, window, left_out) | drafts | {"model_type": text}
+    return copy.deepcopy(chosen)
 
 
 def read_log_probs(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -203,14 +183,10 @@ def compare_training(model: Any, trained: Any, rows: Sequence[Sequence[int]]) ->
     return worst, relative
 
 
-async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, float]:
-    """Return whether the embedded engine decodes with the model's own caches, and the largest difference of its log-probs.
-
-    Args:
-        model, served: equal models.
-    """
+async def sample_rows(served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, list[Completion]]:
+    """Return whether the embedded engine decodes with the model's own caches, and completions of the beginnings of rows."""
     engine = InProcessEngine(served, eos_token_ids=())
-    done = []
+    done: list[Completion] = []
     longest = max(map(len, rows)) // 3
 
     async def generate(i: int) -> None:
@@ -220,13 +196,61 @@ async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]])
     async with engine, trio.open_nursery() as nursery:
         for i in range(len(rows)):
             nursery.start_soon(generate, i)
+    return isinstance(engine._slots, NativeModel), done  # pyright: ignore[reportPrivateUsage]
+
+
+async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, float]:
+    """Return whether the embedded engine decodes with the model's own caches, and the largest difference of its log-probs.
+
+    Args:
+        model, served: equal models.
+    """
+    native, done = await sample_rows(served, rows)
     worst = 0.0
     for completion in done:
         tokens = torch.tensor([*completion.input_tokens, *completion.output_tokens])
         with torch.no_grad():
             expected = read_log_probs(model, tokens)[len(completion.input_tokens) :]
         worst = find_worst(worst, torch.tensor(completion.output_log_probs) - expected)
-    return isinstance(engine._slots, NativeModel), worst  # pyright: ignore[reportPrivateUsage]
+    return native, worst
+
+
+def measure_rounding(family: str) -> Rounding:
+    """Compare engine and transformers' own pass with float64, over the sampled tokens of three random models."""
+    engine: list[torch.Tensor] = []
+    own: list[torch.Tensor] = []
+    for seed in range(3):
+        model = create_model(family, seed=seed)
+        exact = copy.deepcopy(model).double()
+        for completion in trio.run(sample_rows, copy.deepcopy(model), draw_rows(WINDOW))[1]:
+            tokens = torch.tensor([*completion.input_tokens, *completion.output_tokens])
+            with torch.no_grad():
+                rounded = read_log_probs(model, tokens)[len(completion.input_tokens) :].double()
+                with Float64():
+                    expected = read_log_probs(exact, tokens)[len(completion.input_tokens) :]
+            assert expected.dtype == torch.float64, f"{family} gives {expected.dtype} for weights in float64"
+            own.append(rounded - expected)
+            engine.append(torch.tensor(completion.output_log_probs, dtype=torch.float64) - expected)
+    found = [torch.cat(parts) for parts in (engine, own)]
+    first, second = ((float(x.square().mean().sqrt()), float(x.abs().max())) for x in found)
+    return Rounding(family, first, second)
+
+
+def list_same_classes() -> dict[str, str]:
+    """Return names that transformers registers for a class of another family of the table, and that family."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTERED
+
+    names = cast("dict[str, str]", dict(REGISTERED))
+    classes = {names[family]: family for family in reversed(FAMILIES) if family in names}
+    known = {*FAMILIES, *REFUSED, *NOT_OPENED}
+    return {name: classes[kind] for name, kind in names.items() if name not in known and kind in classes}
+
+
+def format_refused() -> list[str]:
+    """Return the lines of the table of families that are refused or not compared, and the sentence about names of the same class."""
+    lines = [f"| {family} | {reason} |" for family, reason in {**REFUSED, **NOT_OPENED}.items()]
+    same = ", ".join(f"{name} ({family})" for name, family in list_same_classes().items())
+    return [*lines, "", f"These names have the class of another row, which is given in brackets: {same}."]
 
 
 def compare_family(family: str, window: int = WINDOW) -> Row:
@@ -261,9 +285,17 @@ def main(families: Sequence[str]) -> None:
         lines.append(row.format())
         print(lines[-1], flush=True)
     if not families:
-        text = PAGE.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        PAGE.write_text("\n".join([before + BEGIN, *lines, END + after]))
+        replace_block(BEGIN, lines, END)
+        rounded = [line.split(" | ")[0].strip("| ") for line in lines if "**" in line]
+        replace_block(ROUNDED_BEGIN, [measure_rounding(family).format() for family in rounded], ROUNDED_END)
+        replace_block(REFUSED_BEGIN, format_refused(), REFUSED_END)
+
+
+def replace_block(begin: str, lines: Sequence[str], end: str) -> None:
+    """Write lines between two marks of the page."""
+    text = PAGE.read_text()
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text("\n".join([before + begin, *lines, end + after]))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
 from rollouts.models.forward import USE_ANOTHER, find_cache_name, get_decoder, get_output_layer
+from rollouts.models.own_code import mend_own_code
 from rollouts.models.prepare import (
     check_output_layer,
     check_same,
@@ -257,13 +258,35 @@ def open_slots(model: PreTrainedModel, *, max_slots: int, name: str, kept_tokens
 
     Raises: ConfigError if no kind gives the logits of the model's own forward pass.
     """
+    mend_own_code(model)
     before = cast("str | None", getattr(model.config, "_attn_implementation", None))
     try:
-        return SlotModel(model, max_slots=max_slots, name=name, kept_tokens=kept_tokens, cuda_graphs=cuda_graphs)
+        decoding = SlotModel(model, max_slots=max_slots, name=name, kept_tokens=kept_tokens, cuda_graphs=cuda_graphs)
+        _check_dtype(decoding, model, name)
+        return decoding
     except ConfigError as refusal:
         restore_attention(model, before)
         native = NativeModel(model, name=name)
         why = str(refusal).removesuffix(f" {USE_ANOTHER}").removesuffix(".")
     _logger.warning("%s decodes with its own attention and caches, which is slower than slots: %s", type(model).__name__, why)
     warn_of_ties(model)
+    _check_dtype(native, model, name)
     return native
+
+
+def _check_dtype(decoding: Decoding, model: PreTrainedModel, name: str) -> None:
+    """Raise ConfigError if a model cannot compute with weights of its dtype, as where its code mixes float32 with half precision.
+
+    The comparison of a mixture of experts with its own pass may have been in float32, see open_choices.
+    """
+    dtype = next(model.parameters()).dtype
+    if dtype == torch.float32:
+        return
+    length = find_check_length(model, find_widest(model), at_least=9)
+    try:
+        decoding.hidden_states(draw_check_tokens(model, (1, length))[0].tolist())
+    except (TypeError, RuntimeError, AssertionError, AttributeError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"{name}: {type(model).__name__} cannot compute with all weights in {str(dtype).removeprefix('torch.')} ({error}): open its "
+            "directory in that dtype, which leaves weights that it wants in float32 as they are, or take --engine.dtype float32"
+        ) from error
