@@ -460,7 +460,8 @@ def check_value_head(model: PreTrainedModel) -> None:
         return
     tokens = draw_check_tokens(model, (4, 9))
     pad = getattr(model.config.get_text_config(), "pad_token_id", None)
-    tokens[tokens == pad] = int(tokens[tokens != pad][0])  # so that the last token is the one whose score is read
+    if pad is not None:
+        tokens[tokens == pad] = int(tokens[tokens != pad][0])  # so that the last token is the one whose score is read
     read: list[Tensor] = []
     hook = get_decoder(model).register_forward_hook(lambda _module, _inputs, output: read.append(output[0][0]))
     try:  # one row at a time; a row has 9 values, or one score

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import trio
+from samples import draw_batch
 
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reward_model_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
@@ -172,6 +173,18 @@ def test_a_fresh_reward_model_with_a_deep_head_is_drawn_by_its_seed():
     made = [create_reward_model(create_model("modernbert-decoder"), seed=seed).state_dict() for seed in (1, 1, 2)]
     assert all(torch.equal(made[0][name], made[1][name]) for name in made[0])
     assert not torch.equal(made[0]["head.dense.weight"], made[2]["head.dense.weight"])
+
+
+def test_a_critic_and_a_reward_model_need_no_pad_token():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    assert model.config.pad_token_id is None
+    batch = draw_batch(0, (9, 4), vocab_size=32)
+    for create in (create_critic_backend, create_reward_model_backend):
+        values = create(copy.deepcopy(model), lr=1e-3, head_std=1.0).forward(batch, lambda outputs: outputs.values).value
+        assert bool(values[0, 2:].abs().min() > 0)
 
 
 def test_a_score_that_is_read_elsewhere_is_refused():
