@@ -36,7 +36,7 @@ from rollouts.models.forward import (
     run_native,
     run_packed,
 )
-from rollouts.models.own_code import mend_own_code
+from rollouts.models.loading import mend_own_code
 from rollouts.models.replay import Choices, compare_replay
 from rollouts.models.routers import Routers, find_routers, probe_routers
 from rollouts.models.weights import check_finite_weights

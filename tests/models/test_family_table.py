@@ -22,7 +22,7 @@ from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
 from rollouts.errors import ConfigError, DataError, EngineRequestError
-from rollouts.models import own_code
+from rollouts.models import loading
 from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
 from rollouts.models.loading import load_hf_model
 from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
@@ -124,7 +124,7 @@ async def test_xlstm_decodes_in_bfloat16_in_rows_of_several_chunks(window: int, 
     exact = copy.deepcopy(model)
     native, difference = await GENERATOR.compare_engine(exact, model.bfloat16(), rows)
     assert native
-    assert model.backbone.blocks[0].mlstm_layer.mlstm_backend._inference_fn.func is own_code._compute_widened  # pyright: ignore
+    assert model.backbone.blocks[0].mlstm_layer.mlstm_backend._inference_fn.func is loading._compute_widened  # pyright: ignore
     assert difference < 0.1  # of weights rounded to bfloat16
 
 
@@ -133,8 +133,8 @@ def test_the_recurrence_of_xlstm_is_that_of_transformers_where_transformers_comp
     tokens = torch.tensor([GENERATOR.draw_rows(8)[0]])
     with torch.no_grad():
         expected = model(input_ids=tokens, use_cache=False).logits
-        own_code.mend_own_code(model)
-        own_code.mend_own_code(model)
+        loading.mend_own_code(model)
+        loading.mend_own_code(model)
         assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
         rounded = copy.deepcopy(model).bfloat16()(input_ids=tokens, use_cache=False).logits  # fails in transformers
     assert float((rounded - expected).abs().max()) < 0.05 * float(expected.abs().max())

@@ -1712,14 +1712,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("backends/test_unread_metrics.py::test_a_step_of_several_micro_batches_is_read_once",),
     ),
     Mutation(
-        "models/own_code.py",
+        "models/loading.py",
         "the recurrence of xLSTM mixes float32 with half precision",
         "if dtype == torch.float32 or torch.is_autocast_enabled(query.device.type):",
         "if True:",
         ("models/test_family_table.py::test_the_recurrence_of_xlstm_is_that_of_transformers_where_transformers_computes_it",),
     ),
     Mutation(
-        "models/own_code.py",
+        "models/loading.py",
         "block-sparse attention is not seen, because short rows switch it off",
         'if getattr(decoder, "attention_type", None) == "block_sparse":',
         "if False:",
