@@ -16,6 +16,7 @@ import torch
 import trio
 
 from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess import slots
 from rollouts.engines.inprocess.engine import InProcessEngine
@@ -138,6 +139,16 @@ def test_the_recurrence_of_xlstm_is_that_of_transformers_where_transformers_comp
         assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
         rounded = copy.deepcopy(model).bfloat16()(input_ids=tokens, use_cache=False).logits  # fails in transformers
     assert float((rounded - expected).abs().max()) < 0.05 * float(expected.abs().max())
+
+
+def test_a_model_that_names_the_layer_of_its_tied_embeddings_is_sharded():
+    model = GENERATOR.create_model("roberta")
+    tokens = GENERATOR.draw_rows(8)[1]
+    sample = Sample(tokens=tuple(tokens), loss_mask=(0, *[1] * (len(tokens) - 1)), index=0, group_index=0, reward=0.0)
+    expected = GENERATOR.read_log_probs(model, torch.tensor(tokens)).detach()
+    backend = create_fsdp_backend(copy.deepcopy(model), lr=1e-3)
+    found = backend.forward(collate_samples([sample]), lambda outputs: outputs.log_probs).value[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_that_mixes_float32_with_bfloat16_is_refused_with_what_to_do():

@@ -100,8 +100,8 @@ def _check_disjoint(model: PreTrainedModel, units: Sequence[Sequence[nn.Module]]
     owners: dict[int, int] = {}
     for name, parameter in root.named_parameters(remove_duplicate=False):
         parents = [name[:end] for end in range(len(name)) if name[end] == "."]
-        number = next((places[parent] for parent in reversed(parents) if parent in places), None)  # units may be nested
-        if number is not None and owners.setdefault(id(parameter), number) != number:
+        number = next((places[parent] for parent in reversed(parents) if parent in places), -1)  # units may be nested; -1 = the root
+        if owners.setdefault(id(parameter), number) != number:
             raise ConfigError(
                 f"{type(model).__name__} has decoder layers that share parameters ({name}), which cannot be sharded one by one: use a "
                 "backend of one process"
@@ -114,7 +114,12 @@ def find_units(model: PreTrainedModel, min_params: int = 0) -> list[list[nn.Modu
     Raises: ConfigError if the model does not name its layers.
     """
     layer_names = set(cast("list[str]", getattr(model, "_no_split_modules", None) or []))
-    layers = [module for module in get_decoder(model).modules() if type(module).__name__ in layer_names]
+    embeddings = model.get_input_embeddings()  # RoBERTa names the layer around them, too, but its head has the same weights
+    layers = [
+        module
+        for module in get_decoder(model).modules()
+        if type(module).__name__ in layer_names and all(part is not embeddings for part in module.modules())
+    ]
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no decoder layers that could be sharded one by one (its _no_split_modules are {layer_names}): "
