@@ -289,7 +289,7 @@ def test_a_held_out_family_is_right_in_rows_of_three_windows(family: str, window
 def test_few_index_heads_whose_scores_are_tied_are_said(caplog: pytest.LogCaptureFixture):
     for heads, said in ((2, True), (16, False)):
         caplog.clear()
-        settings = GENERATOR.OWN["deepseek_v32"] | {"index_n_heads": heads, "num_hidden_layers": 2}
+        settings = GENERATOR.OWN["deepseek_v32"] | {"index_n_heads": heads, "num_hidden_layers": 2, "index_topk": 2048}
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(GENERATOR.OWN, "deepseek_v32", settings)
             model = GENERATOR.create_model("deepseek_v32")
