@@ -34,6 +34,8 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
     if "dpo" in mode:
         check_preference_data(config, mode)
     check_data_given(config, mode)
+    check_exists(config.preference.path, "--preference.path")
+    check_exists(config.preference.eval_path, "--preference.eval-path")
     if config.task in OWN_DATA_TASKS:
         check_exists(config.data.path, "--data.path")
         check_exists(config.data.eval_path, "--data.eval-path")

@@ -74,7 +74,7 @@ class DataMarks:
 
 
 def mark_data(config: Any) -> DataMarks:
-    """Read the files that the settings of the section data name. Raises DataError for one that cannot be read."""
+    """Read the files that the settings of the sections data and preference name. Raises DataError for one that cannot be read."""
     files: dict[str, FileMark] = {}
     lines: dict[str, LineMarks] = {}
     for name, path in list_data_files(config):
@@ -91,6 +91,8 @@ def list_data_files(config: Any) -> Iterator[tuple[str, Path]]:
     """Yield (setting and file, path) of each file of the data; of a folder all files that are not hidden."""
     section = config.data
     named = {f"data.{field}": getattr(section, field, None) for field in ("path", "eval_path", "rollouts")}
+    pairs = getattr(config, "preference", None)
+    named |= {f"preference.{field}": getattr(pairs, field, None) for field in ("path", "eval_path")}
     named |= {f"data.mixture[{k}]": spec.path for k, spec in enumerate(parse_mixture(getattr(section, "mixture", ())), start=1)}
     for name, text in named.items():
         if text is None or text.startswith(HUB_PREFIX):

@@ -126,6 +126,7 @@ REFUSED = {
     "rows that are no pairs": (["--data.path", "OWN/rows.jsonl", "--model.path", "OWN/model"], r"rows\.jsonl, line 1"),
     "jax": (["--backend.kind", "jax"], "preferences are trained with pytorch, torch_func and fsdp"),
     "not measured": (["--checkpoint.best", "eval_perplexity"], "DPO measures eval_accuracy"),
+    "no such file": (["--task", "jsonl", "--preference.path", "OWN/none.jsonl", "--model.path", "OWN/model"], "--preference.path"),
     "held out of nothing": (["--preference.eval-path", "x.jsonl"], "there is no --preference.path: give both"),
 }
 
