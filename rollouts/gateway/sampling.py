@@ -74,8 +74,8 @@ async def sample_whole(session: Session, prompt: tuple[int, ...], params: Sampli
         if session.note_request is not None:
             session.note_request(request_id)
         whole = prompt if done is None else (*prompt, *done.output_tokens)
-        left = params.max_tokens - (0 if done is None else done.output_len)
-        found = await engine.generate(whole, params.new(max_tokens=left), request_id=request_id)
+        left = params if done is None else params.new(max_tokens=params.max_tokens - done.output_len)
+        found = await engine.generate(whole, left, request_id=request_id)
         if found.input_tokens != whole:
             raise EngineProtocolError(
                 f"request {request_id} was answered for {found.input_len} tokens that are not the {len(whole)} it was sent: the engine "

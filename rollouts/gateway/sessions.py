@@ -69,6 +69,7 @@ class Plan:
     path: tuple[MessageKey, ...] = ()  # the request's messages as keys
     root: str = ""  # conversations with other tools are not compared
     prompt_text: str = ""  # text of a plain prompt
+    rendered: str = ""  # text of the history, as the format renders it
 
 
 class _Place:
@@ -103,6 +104,7 @@ class Session:
     failure: EngineError | None = None  # first error of the engine
     _roots: dict[str, _Place] = field(default_factory=dict[str, _Place])
     _scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
+    _rendered: dict[int, str] = field(default_factory=dict[int, str])  # texts before answers that nothing extends yet, by number
     _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
     _num_answers: int = 0
 
@@ -201,8 +203,15 @@ class Session:
             log_prob_kind=completion.log_prob_kind,
         )
         self._num_answers += 1
+        if plan.rendered:
+            self._rendered[answer.number] = plan.rendered
         self.answers[answer.number] = answer
         return answer
+
+    def take_rendered(self, conversation: ConversationFormat, answer: Answer) -> str:
+        """Return the text that the model answered: as it was kept for the first request behind it, rendered again for further ones."""
+        kept = self._rendered.pop(answer.number, None)
+        return conversation.open(answer.messages[:-1]) if kept is None else kept
 
     def note_reply(self, plan: Plan, answer: Answer, reply: Reply) -> None:
         """Remember a reply as the client gets it, so that its history is recognised."""
@@ -216,6 +225,7 @@ class Session:
     def forget(self, replies: Sequence[Reply]) -> None:
         """Leave out answers that could not be sent: no program has seen them."""
         for reply in replies:
+            self._rendered.pop(reply.number, None)
             if self.answers.pop(reply.number, None) is not None:
                 self.counts["num_undelivered"] += 1
 
@@ -238,8 +248,19 @@ def plan_messages(
         parent, depth = None, 0
     if parent is None:
         shown = tuple(map(show, messages))
-        tokens = conversation.tokenize_opening(conversation.open(shown))
-        return Plan(parent=None, begins_context=True, given=tokens, added=shown, messages=shown, tokens=tokens, path=path, root=root)
+        rendered = conversation.open(shown)
+        tokens = conversation.tokenize_opening(rendered)
+        return Plan(
+            parent=None,
+            begins_context=True,
+            given=tokens,
+            added=shown,
+            messages=shown,
+            tokens=tokens,
+            path=path,
+            root=root,
+            rendered=rendered,
+        )
     added = tuple(map(show, messages[depth:]))
     plan = Plan(
         parent=parent,
@@ -251,12 +272,12 @@ def plan_messages(
         path=path,
         root=root,
     )
-    found = conversation.extend(conversation.open(parent.messages[:-1]), parent.messages, added)
+    found = conversation.extend(session.take_rendered(conversation, parent), parent.messages, added)
     if isinstance(found, Rewriting):
         tokens = conversation.tokenize_opening(found.rendered)
-        return replace(plan, begins_context=True, given=tokens, tokens=tokens)
+        return replace(plan, begins_context=True, given=tokens, tokens=tokens, rendered=found.rendered)
     given = conversation.tokenize(conversation.find_missing_ending(parent.tokens) + found.text)
-    return replace(plan, given=given, tokens=(*parent.collect_context(), *given))
+    return replace(plan, given=given, tokens=(*parent.collect_context(), *given), rendered=found.rendered)
 
 
 def plan_text(session: Session, conversation: ConversationFormat, prompt: str | tuple[int, ...]) -> Plan:
