@@ -76,9 +76,10 @@ class EngineSlots:
         self._give_slots(request, missing, self._read_until)
         request.is_planned = True
 
-    def remove(self, request: GroupRequest, now: float) -> list[GroupRequest]:
-        """Remove a request before its end. Returns the requests whose finish time has changed, because they wait less."""
-        del self.requests[request.index]
+    def remove(self, requests: Iterable[GroupRequest], now: float) -> list[GroupRequest]:
+        """Remove requests before their end. Returns the requests whose finish time has changed, because they wait less."""
+        for request in requests:
+            del self.requests[request.index]
         running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
         self.free_from = [*running, *[now] * (self._section.slots - len(running))]
         heapq.heapify(self.free_from)
@@ -105,12 +106,6 @@ class EngineSlots:
     def _finish_by_plan(self, request: GroupRequest) -> None:
         first, last = min(request.starts), max(request.ends)
         request.finish = last if request.fails_after == math.inf else first + request.fails_after * (last - first)
-
-    def clear(self, now: float) -> None:
-        """Free all slots."""
-        self.free_from = [now] * self._section.slots
-        self._read_until = now
-        self.requests.clear()
 
 
 _ALMOST = 1e-3  # tokens of tolerance
@@ -153,7 +148,9 @@ class SimulatedFleet:
         self._num_failures_of: dict[int, int] = {}
         self._changes = [0.0]  # start of version i on the fleet's clock
         self._paused_at: float | None = None
-        self._alarm = trio.CancelScope()
+        self._stopping: list[GroupRequest] = []  # aborted or cancelled at this moment
+        self._work = trio.lowlevel.ParkingLot()  # run()
+        self._turns_begun = self._turns_done = 0  # of run()
         self._active_s = 0.0  # slot seconds of finished requests
         self._resident: dict[int, tuple[int, int]] = {}  # by prompt, groups held by others: (tokens, oldest version)
         self._begun_tokens = self._begun_responses = 0  # totals of first attempts
@@ -168,23 +165,40 @@ class SimulatedFleet:
     async def run(self) -> None:
         """Serve until cancelled."""
         while True:
-            with trio.CancelScope(deadline=self._next_event()) as self._alarm:
-                await trio.sleep_forever()
-            if self._arrivals:
-                # let all pending requests arrive before assigning slots, as trio runs tasks in random order
+            if not self._arrivals and not self._stopping:
+                with trio.CancelScope(deadline=self._next_event()):
+                    await self._work.park()
+            self._turns_begun += 1
+            if self._arrivals or self._stopping:
+                # let all that arrives or stops at this moment do so, and then go by prompt, as trio runs tasks in random order
                 await trio.testing.wait_all_tasks_blocked()
+                self._stop_aborted()
                 self._plan_arrivals()
             self._deliver()
+            self._turns_done += 1
+
+    async def settle(self) -> None:
+        """Wait until all that happens at this moment has happened. Several tasks wake together when all others are blocked."""
+        before = -1
+        while not before == self._turns_begun == self._turns_done:
+            before = self._turns_done
+            await trio.testing.wait_all_tasks_blocked()
 
     def _next_event(self) -> float:
-        if self._arrivals:
-            return -math.inf
         if self._paused_at is not None or not self._finishes:
             return math.inf
         return self._finishes[0][0] + self.paused_s
 
     def _wake(self) -> None:
-        self._alarm.deadline = -math.inf
+        self._work.unpark_all()
+
+    def _stop_aborted(self) -> None:
+        """Stop what was aborted or cancelled at this moment, in the order of prompts: sums of floats depend on it."""
+        stopping, self._stopping = sorted(self._stopping, key=lambda request: request.index), []
+        self._remove([request for request in stopping if self._running.get(request.index) is request])
+        for request in stopping:
+            if request.stopped_at is None:
+                self._stop(request, Status.ABORTED, self.now)
 
     def _plan_arrivals(self) -> None:
         arrivals, self._arrivals = self._arrivals, {}
@@ -208,7 +222,7 @@ class SimulatedFleet:
             if request.fails_after < math.inf:
                 self.num_failures += 1
                 self._num_failures_of[index] = self._num_failures_of.get(index, 0) + 1
-                self._remove(request, now)
+                self._remove([request])
                 self._stop(request, Status.FAILED, now)
             else:
                 del self._running[index], self._engine_of(request).requests[index]
@@ -220,12 +234,15 @@ class SimulatedFleet:
     def _engine_of(self, request: GroupRequest) -> EngineSlots:
         return self._engines[request.index % len(self._engines)]
 
-    def _remove(self, request: GroupRequest, now: float) -> None:
-        """Remove a running request and move up those behind it."""
-        del self._running[request.index]
-        for moved in self._engine_of(request).remove(request, now):
-            self._expect(moved)
-        self._wake()
+    def _remove(self, requests: Sequence[GroupRequest]) -> None:
+        """Remove running requests and move up those behind them."""
+        removed: dict[int, dict[int, GroupRequest]] = {}  # by engine and prompt: one may have been aborted twice
+        for request in requests:
+            removed.setdefault(request.index % len(self._engines), {})[request.index] = request
+            self._running.pop(request.index, None)
+        for engine, leaving in sorted(removed.items()):
+            for moved in self._engines[engine].remove(leaving.values(), self.now):
+                self._expect(moved)
 
     def _stop(self, request: GroupRequest, status: Status, now: float) -> None:
         request.status, request.stopped_at = status, now
@@ -243,10 +260,8 @@ class SimulatedFleet:
             await request.over.wait()
         finally:
             if request.stopped_at is None:  # cancelled
-                now = self.now
-                if request.is_planned:
-                    self._remove(request, now)
-                self._stop(request, Status.ABORTED, now)
+                self._stopping.append(request)
+                self._wake()
         if request.status is Status.FAILED:
             raise EngineError(f"prompt {prompt.index} failed, as a fraction of {self.section.failure_rate} does in this simulation")
         sample = self._to_sample(request)
@@ -348,26 +363,18 @@ class SimulatedFleet:
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
         """Make generate_group return the tokens so far, for the groups of these requests (ids by make_request_id) or for all."""
-        now = self.now
         if request_ids is None:
-            stopped = [*self._running.values(), *self._arrivals.values()]
-            self._arrivals, self._finishes = {}, []
-            self._running.clear()
-            for engine in self._engines:
-                engine.clear(now)
+            self._stopping += [*self._running.values(), *self._arrivals.values()]
         else:
             wanted = {int(request_id.split("-")[0]) for request_id in request_ids}
-            stopped = [self._arrivals[index] for index in sorted(wanted & self._arrivals.keys())]
-            for request in [self._running[index] for index in sorted(wanted & self._running.keys())]:
-                self._remove(request, now)
-                stopped.append(request)
-        for request in stopped:
-            if request.stopped_at is None:
-                self._stop(request, Status.ABORTED, now)
+            for requests in (self._arrivals, self._running):
+                self._stopping += [requests[index] for index in wanted & requests.keys()]
+        self._wake()
         await trio.lowlevel.checkpoint()
 
     async def update_weights(self, weights: Mapping[str, Tensor], weight_version: int) -> Mapping[str, Any]:
-        """Pause for the update; then continue running sequences under the new version."""
+        """Pause for the update, after all else of this moment; then continue running sequences under the new version."""
+        await self.settle()
         assert self._paused_at is None, "weights are being updated already"
         self._paused_at = trio.current_time()
         try:
@@ -432,8 +439,10 @@ class SimulatedFleet:
 
     def count_busy_slots(self) -> int:
         """Return the number of occupied slots."""
-        ends = np.fromiter(chain.from_iterable(engine.free_from for engine in self._engines), float)
-        return int(np.count_nonzero(ends > self.now))
+        now = self.now
+        idle = [engine.free_from for engine in self._engines if engine.free_from[0] <= now]  # heaps: the first slot is free first
+        ends = np.fromiter(chain.from_iterable(idle), float)
+        return (len(self._engines) - len(idle)) * self.section.slots + int(np.count_nonzero(ends > now))
 
     def active_seconds(self) -> float:
         """Return the seconds of generation, summed over the slots."""

@@ -94,6 +94,7 @@ class Recorder:
         num_slots = self._fleet.section.engines * self._fleet.section.slots
         while True:
             await trio.sleep(self._every_s)
+            await self._fleet.settle()
             moment = Moment(
                 time_s=trio.current_time(),
                 busy_slots=self._fleet.count_busy_slots() / num_slots,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,39 @@ def test_the_same_settings_give_the_same_figures(more: dict[str, Any]):
     simulation = create_simulation(length={"distribution": "lognormal"}, asynchronous={"max_staleness": 2, **more}, hours=0.1)
     first, second = simulate(simulation).to_dict(), simulate(simulation).to_dict()
     assert first == second
+
+
+def print_figures() -> None:
+    """Print all that is known of runs in which many things happen at one moment: aborts, failures, weight syncs, moments recorded."""
+    lognormal = {"distribution": "lognormal", "mean_tokens": 500.0, "sigma": 1.2}
+    modes: list[dict[str, Any]] = [
+        {"asynchronous": {"in_flight": in_flight, "max_staleness": staleness}, "engine": {"keep_partial": keep, "engines": 4}}
+        for keep in (False, True)
+        for in_flight, staleness in (("interrupt", 0), ("continue", 1))
+    ]
+    failing = {"asynchronous": {"on_failure": "drop"}, "engine": {"failure_rate": 0.1, "keep_partial": False}, "refused_fraction": 0.2}
+    for mode in (*modes, failing, {"synchronous": True, "over_sampling_factor": 1.5, "engine": {"keep_partial": False}}):
+        for length in (lognormal, {}):
+            report = simulate(create_simulation(**{"hours": 0.1, "length": length, **mode}))
+            print((report, report.moments, report.steps))
+    many_aborts = Simulation(  # several at one moment, whose order once decided the last digits
+        engine=EngineSection(engines=4, slots=16, keep_partial=False),
+        length=LengthSection(mean_tokens=4000.0, sigma=1.2),
+        trainer=TrainerSection(train_s=20.0),
+        asynchronous=AsyncConfig(enabled=True, max_staleness=2),
+        hours=0.3,
+    )
+    for _ in range(4):
+        print(simulate(many_aborts))
+
+
+def test_another_process_gives_the_same_figures_in_every_mode(capsys: pytest.CaptureFixture[str]):
+    print_figures()  # trio orders the tasks of one moment by chance, and otherwise in each process
+    here = capsys.readouterr().out.splitlines()
+    program = "from tests.integration.test_simulate import print_figures; print_figures()"
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(here) == 16 and len(set(here[-4:])) == 1
+    assert there == here
 
 
 def test_figures_that_a_run_without_a_step_does_not_have_are_null_in_json():
