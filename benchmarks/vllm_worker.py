@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def main(folder: Path) -> None:
-    """Load the model; generate once for each line."""
+    """Load the model; for each line, which is a number, generate the samples of so many prompts."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     os.environ.update(SETTINGS)
@@ -41,8 +41,9 @@ def main(folder: Path) -> None:
         SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False) for length in requests["lengths"]
     ]
     print("ready", file=answers, flush=True)
-    for _ in sys.stdin:
-        outputs = engine.generate(prompts, params, use_tqdm=False)
+    for line in sys.stdin:
+        number = int(line) * requests["samples"]
+        outputs = engine.generate(prompts[:number], params[:number], use_tqdm=False)
         engine.reset_prefix_cache()  # as after a weight update
         print(sum(len(output.outputs[0].token_ids) for output in outputs), file=answers, flush=True)
 

