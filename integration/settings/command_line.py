@@ -40,7 +40,7 @@ from integration.settings.option_effects import (
     list_options,
     spell_option,
 )
-from integration.settings.other_names import explain_other_names
+from integration.settings.other_names import describe_unknown, explain_other_names
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config import check_setting
@@ -121,12 +121,13 @@ class _Arguments:
 def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """Parse the arguments of `python -m integration.train`.
 
-    Raises: ConfigError for settings that cannot be used; SystemExit(2), by tyro, for unknown flags (with a suggestion) and values of the
-        wrong type; SystemExit(0) for --help, --help SECTION and --help-all.
+    Raises: ConfigError for settings that cannot be used; SystemExit(2) for unknown flags (with a suggestion) and, by tyro, for values of
+        the wrong type; SystemExit(0) for --help, --help SECTION and --help-all.
     """
     program = "python -m integration.train"
     argv = write_out_short(answer_help(argv, lambda: _Arguments(config=Config()), program))
     base = read_base(argv, _find_default(argv))
+    _refuse_unknown_flags(argv, base, program)
     try:
         arguments = parse_flags(argv, _Arguments(config=base), program)
     except SystemExit as stop:
@@ -179,11 +180,33 @@ def print_all_options() -> str:
     return printed.getvalue()
 
 
+def list_flags(config: Config) -> frozenset[str]:
+    """Return the flags of all options of the command; a no- form of each, since parse_flags refuses those that there are not."""
+    flags = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config)))}
+    parts = [flag.removeprefix("--").rpartition(".") for flag in flags]
+    return frozenset({*flags, *(f"--{section}{dot}no-{last}" for section, dot, last in parts), "--help"})
+
+
 def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:
     """Return the arguments that name no option of the command: unknown flags, and settings without hyphens."""
-    known = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config)))}
+    known = list_flags(config)
     names = [argument.partition("=")[0].replace("_", "-") for argument in argv]
     return [argument for argument, name in zip(argv, names, strict=True) if name not in known and ("=" in argument or name[:2] == "--")]
+
+
+def _refuse_unknown_flags(argv: Sequence[str], config: Config, program: str) -> None:
+    """End the command if a flag names no option. tyro would read the descriptions of all options first, which takes half a second."""
+    unknown = _find_unknown(argv, config)
+    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--") and argument != "--"]
+    if flags:
+        help_line = f"  {name_as_started(program)} --help lists the options"
+        told = [
+            describe_unknown(flags, [flag for flag in list_flags(config) if ".no-" not in flag]),
+            *explain_other_names(unknown),
+            help_line,
+        ]
+        sys.stderr.writelines(f"{line}\n" for line in told)
+        raise SystemExit(2)
 
 
 def write_out_short(argv: Sequence[str], names: Sequence[str] = tuple(_LONG)) -> list[str]:

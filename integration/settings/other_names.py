@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 _CLIP = "--rl.algorithm 'grpo(clip_low=0.2, clip_high=0.28)'"
@@ -61,6 +62,9 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType({name: here for names, here in
 """Option here, or several, by the last part of a name in TRL, verl, AReaL or slime, with underscores."""
 
 
+_MOST_SIMILAR = 5
+
+
 def explain_other_names(unknown: Sequence[str]) -> list[str]:
     """Return a line for each option that is known by its name elsewhere.
 
@@ -74,3 +78,27 @@ def explain_other_names(unknown: Sequence[str]) -> list[str]:
         if last in OTHER_NAMES:
             found.append(f"{name} is {OTHER_NAMES[last]} here")
     return found
+
+
+def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
+    """Return the message about flags that name no option, with the options of a similar name.
+
+    Args:
+        unknown: flags as typed.
+        known: flags of all options.
+    """
+    lines = [f"error: Unrecognized options: {', '.join(unknown)}"]
+    by_last: dict[str, list[str]] = {}
+    for flag in sorted(known):
+        by_last.setdefault(_last_part(flag), []).append(flag)
+    for flag in unknown:
+        whole = difflib.get_close_matches(flag, known, n=3, cutoff=0.8)
+        alike = difflib.get_close_matches(_last_part(flag), by_last, n=3, cutoff=0.8)
+        similar = list(dict.fromkeys([*whole, *(option for last in alike for option in by_last[last])]))[:_MOST_SIMILAR]
+        if similar:
+            lines.append(f"  {flag}: Perhaps you meant: {', '.join(similar)}")
+    return "\n".join(lines)
+
+
+def _last_part(flag: str) -> str:
+    return flag.lstrip("-").rpartition(".")[2]

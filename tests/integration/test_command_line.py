@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from forked import run
 
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE, parse_command_line
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, list_flags, parse_command_line, print_all_options
 from integration.settings.config import Config, create_model_config
 from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
@@ -95,6 +95,40 @@ def test_bringing_data_chooses_the_task_for_them():
 
 def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
     assert "Perhaps you meant: --rl.num-steps" in exit_message(["--rl.num-step", "3"], capsys)
+
+
+def test_similar_options_are_those_of_a_similar_whole_or_last_part_and_the_values_of_flags_are_no_options(
+    capsys: pytest.CaptureFixture[str],
+):
+    with pytest.raises(SystemExit, match="2"):
+        parse_command_line(["--seeed", "3", "--num_steps=3", "--nothing-like-it", "--seed", "1", "--engine.extra-args=--seed=1"])
+    assert capsys.readouterr().err.splitlines() == [
+        "error: Unrecognized options: --seeed, --num_steps, --nothing-like-it",
+        "  --seeed: Perhaps you meant: --seed",
+        "  --num_steps: Perhaps you meant: --rl.num-steps, --sft.num-steps",
+        "  python -m integration.train --help lists the options",
+    ]
+
+
+def test_all_options_of_the_help_are_known():
+    lines = [line.strip() for line in print_all_options().splitlines()]
+    flags = {
+        flag
+        for line in lines
+        if line.startswith(("--", "-h"))
+        for flag in re.findall(r"(?:^|, )(--[a-z][^ ,=]+)(?![^ ,])", line.partition("  ")[0])
+    }
+    assert {"--rl.num-steps", "--rl.no-dropout", "--no-resume", "--help"} <= flags
+    assert flags <= list_flags(Config()), "options that the command would refuse"
+
+
+def test_a_misspelt_flag_is_refused_without_the_descriptions_of_options(monkeypatch: pytest.MonkeyPatch):
+    def parse(*given: Any) -> None:
+        raise AssertionError("takes half a second")
+
+    monkeypatch.setattr("integration.settings.command_line.parse_flags", parse)
+    with pytest.raises(SystemExit):
+        parse_command_line(["--seeed", "3"])
 
 
 def test_an_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
