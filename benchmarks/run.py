@@ -129,7 +129,6 @@ def plan(work_name: str, only: Iterable[str]) -> list[tuple[int, list[Row]]]:
 
 def measure_here(number: int, size: str, work: Work) -> dict[str, Any]:
     """Measure in this process. Returns figures."""
-    torch.set_num_threads(1)
     return {"figures": dict(TABLE[number][0](size, work))}
 
 
@@ -244,6 +243,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse arguments, measure, print, write."""
     arguments = parse_arguments(argv)
+    torch.set_num_threads(1)  # as in the processes of rows, for the description of the machine
     if arguments.measure:
         number, size = arguments.measure
         print(json.dumps(measure_here(int(number), size, WORKS[arguments.work])))
