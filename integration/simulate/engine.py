@@ -150,7 +150,7 @@ class SimulatedFleet:
         self._paused_at: float | None = None
         self._stopping: list[GroupRequest] = []  # aborted or cancelled at this moment
         self._work = trio.lowlevel.ParkingLot()  # run()
-        self._turns_begun = self._turns_done = 0  # of run()
+        self._turns_begun = self._turns_done = 0  # turns of run()
         self._active_s = 0.0  # slot seconds of finished requests
         self._resident: dict[int, tuple[int, int]] = {}  # by prompt, groups held by others: (tokens, oldest version)
         self._begun_tokens = self._begun_responses = 0  # totals of first attempts
