@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import trio
 from chat_templates import CHATML, LLAMA3, QWEN3, create_tokenizer, encode
-from loopback import serve
 
+from benchmarks.reliability.loopback import serve
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.conversation import MultiTurnInferenceEngine
 from rollouts.agents.policies import AgentAction, EngineAgentPolicy, OpenAIAgentPolicy, ScriptedAgentPolicy, to_openai_messages

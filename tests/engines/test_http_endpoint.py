@@ -10,8 +10,8 @@ import httpx
 import pytest
 import trio
 import trio.testing
-from loopback import Exchange, count_open_files, serve, settle
 
+from benchmarks.reliability.loopback import Exchange, count_open_files, serve, settle
 from rollouts.engines.http import endpoint as http
 from rollouts.engines.http.endpoint import CallKind, Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.transport import PooledTransport

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from loopback import Exchange, serve, settle
 from test_openai_protocol import RECORDINGS, USER
 
+from benchmarks.reliability.loopback import Exchange, serve, settle
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.http.endpoint import Deadlines, RetryPolicy
 from rollouts.engines.text.openai import OpenAITextEngine

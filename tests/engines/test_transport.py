@@ -13,8 +13,8 @@ import needs
 import pytest
 import trio
 import trio.testing
-from loopback import Exchange, has_arrived, serve, settle
 
+from benchmarks.reliability.loopback import Exchange, has_arrived, serve, settle
 from rollouts.engines.http import connection
 from rollouts.engines.http.connection import KeptConnectionLost, ServerHungUp, open_connection
 from rollouts.engines.http.transport import PooledTransport

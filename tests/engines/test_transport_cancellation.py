@@ -11,9 +11,9 @@ import httpx
 import pytest
 import trio
 import trio.testing
-from cancellation import cancel_at_step
-from loopback import Exchange, count_open_files, serve, settle
 
+from benchmarks.reliability.cancellation import cancel_at_step
+from benchmarks.reliability.loopback import Exchange, count_open_files, serve, settle
 from rollouts.engines.http import connection
 from rollouts.engines.http.transport import PooledTransport
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from cancellation import cancel_at_step
 
+from benchmarks.reliability.cancellation import cancel_at_step
 from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.requests import RequestsInFlight, WireRequest
 from rollouts.engines.http.samples import Generated

@@ -14,7 +14,8 @@ from pathlib import Path
 import needs
 import pytest
 from forked import PATIENCE_S, Child
-from listeners import assert_loopback, find_family, list_listeners
+
+from benchmarks.reliability.listeners import assert_loopback, find_family, list_listeners
 
 pytestmark = needs.LINUX
 

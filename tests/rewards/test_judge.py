@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import trio
-from loopback import Exchange, serve
 
+from benchmarks.reliability.loopback import Exchange, serve
 from rollouts.config import RewardConfig
 from rollouts.engines.text.openai import OpenAITextEngine
 from rollouts.errors import ConfigError, RewardError

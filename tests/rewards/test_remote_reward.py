@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import trio
-from loopback import Exchange, LoopbackServer, serve
 
+from benchmarks.reliability.loopback import Exchange, LoopbackServer, serve
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RewardConfig
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy

@@ -18,9 +18,9 @@ import pytest
 import torch
 import trio
 from forked import Child
-from listeners import assert_loopback
 from torch.distributed import TCPStore
 
+from benchmarks.reliability.listeners import assert_loopback
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.algorithms.presets import grpo

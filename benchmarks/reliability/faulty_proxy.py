@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 import httpx
-import loopback
 import trio
+
+from benchmarks.reliability import loopback
 
 REFUSED_S = 0.02
 """Seconds in which connections are refused."""
