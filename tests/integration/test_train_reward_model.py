@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import torch
 
@@ -101,6 +102,24 @@ def test_metrics_go_to_further_loggers_in_a_resumed_run_too(tmp_path: Path, monk
     assert values(tmp_path / "kept") == lines  # it can say what it has, which is nothing at first
     assert main([*part, "--resume", "--training.num-steps", "5", "--log", "own.py:keeper('kept')"]) == 0
     assert [line["step"] for line in values(tmp_path / "kept")] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.more
+@needs.TENSORBOARD
+def test_a_logger_of_a_package_has_the_curve_of_an_interrupted_run_whole(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = ["--output-dir", str(tmp_path / "run"), *SMALL, "--log", "tensorboard"]
+    assert main([*run, "--training.num-steps", "2"]) == 0
+    assert main([*run, "--resume", "--training.num-steps", "4"]) == 0
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in sorted((tmp_path / "run" / "loggers" / "tensorboard").glob("events*")):
+        events = EventAccumulator(str(file)).Reload()
+        for name in events.Tags()["scalars"]:
+            found.setdefault(name.rpartition("/")[2], []).extend((event.step, event.value) for event in events.Scalars(name))
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert dict(found["loss"]) == pytest.approx({line["step"]: line["loss"] for line in lines}, rel=1e-5)
+    assert [step for step, _ in found["loss"]] == [1, 2, 3, 4] and found["eval_accuracy"]
 
 
 @pytest.mark.parametrize(
