@@ -29,7 +29,7 @@ from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun
 from rollouts.training.run_state import RunInputs
-from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
+from rollouts.training.steps import Abandonment, EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 from rollouts.types import RolloutBatch
 
@@ -105,6 +105,7 @@ async def run_async_rl_training(
     keep_last_n: int = 2,
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    abandonment: Abandonment | None = None,
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
     record: RecordUpdates | None = None,
@@ -120,7 +121,7 @@ async def run_async_rl_training(
         critic=critic, pad_id=pad_id, evaluate=evaluate,
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir), keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
-        weight_channel=weight_channel, best=best, inputs=inputs,
+        weight_channel=weight_channel, best=best, inputs=inputs, abandonment=abandonment,
     )  # fmt: skip
     return await train_async_rl(parts, executor, config, resume, segment_score)
 
@@ -194,7 +195,11 @@ class _AsyncLoop:
         """Run one step. Return whether it is the last one."""
         run, executor, clock = self._run, self._executor, self._run.parts.clock
         started = clock()
-        rollouts = await self._wait_for_batch()
+        with run.abandonment.guard() as guarded:
+            rollouts = await self._wait_for_batch()
+        if guarded.is_abandoned:
+            await self._save_abandoned()
+            return True
         generated = clock()
         self._updating = True
         metrics = await run.train(step, rollouts)
@@ -293,6 +298,16 @@ class _AsyncLoop:
         error = await self._finish_line()
         assert error is not None, "only a failed evaluation cancels the wait for a batch"
         raise error
+
+    async def _save_abandoned(self) -> None:
+        """Save the last finished step, with all waiting rollouts, if it is not saved."""
+        line, self._line = self._line, None
+        if line is not None:
+            await _stop_evaluation(line)
+        if not self._run.is_saved(self._finished):
+            with trio.move_on_after(_STOP_S):  # a rollout that does not stop must not prevent the checkpoint
+                await self._executor.interrupt()
+            await self._run.save(self._finished, self._metrics, self._metrics_bytes)
 
     async def _save_after(self, error: Exception) -> None:
         """Save the last finished step with all waiting rollouts, and note the checkpoint's path on the error."""

@@ -21,7 +21,7 @@ from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
 from rollouts.training.run_state import RunInputs
-from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
+from rollouts.training.steps import Abandonment, EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 
 
@@ -49,13 +49,19 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
     config, parts, clock = run.config, run.parts, run.parts.clock
     first = await run.begin(resume)
     history: deque[Metrics] = deque(maxlen=config.history_steps)
+    metrics, metrics_bytes = Metrics(), run.log_offset
     if resume is not None and resume.metrics is not None:  # the checkpoint was taken before this line, so that it could serve the sync
         await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
         if run.has_ended:
             break
         started = clock()
-        rollouts = await source.generate_batch()
+        with run.abandonment.guard(source.state_dict) as guarded:
+            rollouts = await source.generate_batch()
+        if guarded.is_abandoned:
+            if not run.is_saved(step):
+                await run.save(step, metrics, metrics_bytes, guarded.state)
+            break
         generated = clock()
         async with run.engines_asleep():
             metrics = await run.train(step, rollouts)
@@ -70,9 +76,13 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
             await run.sync(finished, rollouts, saved=saves)
         metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
         measure_throughput(metrics, sum(len(sample.tokens) for sample in rollouts.samples))
-        await run.finish_step(finished, metrics, stopping)
+        metrics_bytes = run.log_offset
+        with run.abandonment.guard() as guarded:
+            await run.finish_step(finished, metrics, stopping)
         history.append(metrics)
-        if stopping:
+        if guarded.is_abandoned and not run.is_saved(finished):
+            await run.save(finished, metrics, metrics_bytes)
+        if stopping or guarded.is_abandoned:
             break
     return list(history)
 
@@ -93,6 +103,7 @@ async def run_rl_training(
     keep_last_n: int = 2,
     resume: ResumePoint | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    abandonment: Abandonment | None = None,
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
     record: RecordUpdates | None = None,
@@ -107,6 +118,6 @@ async def run_rl_training(
         critic=critic, pad_id=pad_id, evaluate=evaluate,
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir), keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
-        weight_channel=weight_channel, best=best, inputs=inputs,
+        weight_channel=weight_channel, best=best, inputs=inputs, abandonment=abandonment,
     )  # fmt: skip
     return await train_rl(parts, rollout_manager, config, resume)

@@ -31,6 +31,7 @@ from rollouts.output_files import explain_writes, replace_file
 from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, has_checkpoints, latest_checkpoint
 from rollouts.training.metrics import truncate_log
 from rollouts.training.run_state import RunInputs, RunState, read_run_state
+from rollouts.training.steps import Abandonment
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -52,6 +53,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self.num_steps = 0  # ended steps of this process, all stages together
+        self.abandonment = Abandonment()
 
     def is_requested(self) -> bool:
         """Return whether to stop; loops ask after each step."""
@@ -59,16 +61,31 @@ class StopRequest:
         return self.requested
 
 
-async def watch_signals(stop: StopRequest, say: Callable[[str], None], cancel: Callable[[], None], *, task_status: Any) -> None:
-    """Finish the step, write a checkpoint and end at the first Ctrl-C (or SIGTERM); cancel at the second. watch_beside enforces the end."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        task_status.started()
-        async for _ in signals:
-            if stop.requested:
-                cancel()
-                return
-            stop.requested = True
-            say("stopping after this step, with a checkpoint; once more to stop at once")
+async def watch_signals(
+    stop: StopRequest, say: Callable[[str], None], cancel: Callable[[], None], grace_s: float | None = None, *, task_status: Any
+) -> None:
+    """Finish the step, write a checkpoint and end at the first Ctrl-C (or SIGTERM); cancel at the second. watch_beside enforces the end.
+
+    Args:
+        grace_s: seconds from the first signal to the end of the run, after half of which a step that is not being trained on is given up.
+    """
+    async with trio.open_nursery() as nursery:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for _ in signals:
+                if stop.requested:
+                    cancel()
+                    return
+                stop.requested = True
+                say("stopping after this step, with a checkpoint; once more to stop at once")
+                if grace_s is not None:
+                    nursery.start_soon(_abandon_after, grace_s / 2, stop, say)
+
+
+async def _abandon_after(seconds: float, stop: StopRequest, say: Callable[[str], None]) -> None:
+    await trio.sleep(seconds)
+    say(f"the step has not ended within {seconds:g} s (half of --grace-s): it is given up, and the last finished step is saved")
+    stop.abandonment.request()
 
 
 class measure_seconds:  # a context manager reads as a verb

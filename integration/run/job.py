@@ -190,11 +190,12 @@ async def run_until_stopped(
         group=group,
         watch_backend=profile.watch,
         inputs=inputs,
+        abandonment=stop.abandonment,
     )
     finished = False
     with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps):
         async with trio.open_nursery() as nursery:
-            watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel)
+            watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel, command.patience.grace_s)
             await nursery.start(watch)
             if group is not None:
                 nursery.start_soon(group.wait_for_loss)

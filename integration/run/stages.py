@@ -71,6 +71,7 @@ from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
 from rollouts.training.rl_run import RecordUpdates, RLParts, restore_rl_run
 from rollouts.training.rollout_batch import RecordedColumns
 from rollouts.training.run_state import RunInputs, read_run_state
+from rollouts.training.steps import Abandonment
 from rollouts.types import Algorithm, RolloutBatch, TrainBatch
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class RunControl:
     group: RankGroup | None = None  # the training processes, led by this one; None = this process trains alone
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
     inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
+    abandonment: Abandonment = field(default_factory=Abandonment)  # request to give up the RL step under way
 
 
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
@@ -203,7 +205,7 @@ async def run_rl(
                     await train_async_rl(parts, stage.rollouts, stage.training, resume, score)
                 else:
                     await train_rl(parts, stage.rollouts, stage.training, resume)
-    return finished_checkpoint(checkpoint_dir, num_steps, parts.best)
+    return None if control.abandonment.is_requested else finished_checkpoint(checkpoint_dir, num_steps, parts.best)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -273,6 +275,7 @@ async def _open_rl(
             weight_channel=channel,
             best=create_best(config, task, "rl"),
             inputs=control.inputs,
+            abandonment=control.abandonment,
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)

@@ -104,8 +104,9 @@ class _Arguments:
     """print only the summary"""
     log_level: str = DEFAULT_LEVEL
     """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
-    grace_s: float | None = None
-    """seconds from the first Ctrl-C or SIGTERM to the end of the run: a step that takes longer is abandoned; None = wait for its end"""
+    grace_s: float | None = 30.0
+    """seconds from the first Ctrl-C or SIGTERM to the end of the run; a step that waits for rollouts is given up after half of them,
+    and the last finished step is saved; None = wait for the end of the step"""
     stall_s: float | None = None
     """seconds without the end of a step after which all tasks and the stacks of all threads are printed on stderr; None = never"""
     push_to_hub: str | None = None

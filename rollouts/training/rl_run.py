@@ -49,6 +49,7 @@ from rollouts.training.requirements import (
 from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
 from rollouts.training.run_state import RunInputs, RunState, read_run_state
 from rollouts.training.steps import (
+    Abandonment,
     EvaluateFn,
     Metrics,
     RunCheckpoints,
@@ -133,6 +134,7 @@ class RLParts:
     checkpoint_dir: Path | None = None  # gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none
     keep_last_n: int = 2  # number of newest checkpoints to keep
     should_stop: Callable[[], bool] = _never  # called after each step; True ends the run with a checkpoint of that step
+    abandonment: Abandonment | None = None  # its request ends the run with a checkpoint of the last finished step; None = never
     on_rollouts: OnRollouts | None = None  # called with each step's rollouts before training, for example to write some of them to a file
     on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
     record: RecordUpdates | None = None  # called for the record of updates, for example to write it to a file
@@ -292,6 +294,8 @@ class RLRun:
         self._kl_control = config.kl_control
         self._warned_of_parity = False
         self._signs = Signs()
+        self._saved_step = 0
+        self.abandonment = Abandonment() if parts.abandonment is None else parts.abandonment
         self.served = ServedWeights(version=0)
 
     @asynccontextmanager
@@ -302,7 +306,7 @@ class RLRun:
 
     async def begin(self, resume: ResumePoint | None) -> int:
         """Determine, or keep, the weights that the engines hold. Returns the number of finished steps."""
-        first = 0 if resume is None else resume.step
+        first = self._saved_step = 0 if resume is None else resume.step
         if resume is not None and resume.served is not None:
             self.served = resume.served
         elif self._saver is not None and self.config.sync_every > 1:
@@ -458,8 +462,14 @@ class RLRun:
         """Length of the metrics file, in bytes."""
         return log_offset(self.parts.metrics_logger)
 
-    async def save(self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None) -> None:
-        """Take the state of a finished step, given the bytes of the metrics file before its line, and begin to write its checkpoint."""
+    async def save(
+        self, finished: int, metrics: Mapping[str, float], metrics_bytes: int | None, rollouts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Take the state of a finished step, given the bytes of the metrics file before its line, and begin to write its checkpoint.
+
+        Args:
+            rollouts: state of the source of rollouts; None = its present one.
+        """
         assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
         kl_control, version = self._kl_control, self.version_after(finished)
         state = RunState(
@@ -467,12 +477,13 @@ class RLRun:
             step=finished,
             metrics_bytes=metrics_bytes,
             metrics=metrics,
-            rollouts=self._source.state_dict(),
+            rollouts=self._source.state_dict() if rollouts is None else rollouts,
             weight_version=version,
             kl_coef=None if kl_control is None else kl_control.kl_coef,
             best=state_of(self.parts.best),
             inputs=self.parts.inputs,
         )
+        self._saved_step = finished
         served = () if self.served.directory is None else (self.served.directory,)
         await self._checkpoints.save(
             state,
@@ -485,6 +496,10 @@ class RLRun:
                 critic=self._critic_saver,
             ),
         )
+
+    def is_saved(self, finished: int) -> bool:
+        """Whether nothing would be gained by a checkpoint of this step: there is one, or it is the beginning, or none is kept."""
+        return not self.saves or self._saved_step == finished
 
     async def wait_saved(self) -> Path:
         """Wait until the checkpoint of the last save() is complete; return its path. Raises its error."""

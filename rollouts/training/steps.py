@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Gen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import trio
@@ -43,6 +43,56 @@ def measure_throughput(metrics: Metrics, num_tokens: int) -> None:
     """Add tokens_per_s, the tokens of a step's rows, prompts included, for each second of its step_s, unless that is 0."""
     if metrics.get("step_s", 0.0) > 0:
         metrics["tokens_per_s"] = num_tokens / metrics["step_s"]
+
+
+class Abandonment:
+    """Request, made by another task, to give up the step under way where nothing but the step is lost: before its updates."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._guards: list[AbandonedWork] = []
+
+    def request(self) -> None:
+        """Cancel the guarded work, and all that comes."""
+        self.is_requested = True
+        for guard in tuple(self._guards):
+            guard.cancel()
+
+    @contextmanager
+    def guard(self, take_state: Callable[[], Mapping[str, Any]] = dict[str, Any]) -> Generator[AbandonedWork]:
+        """Guard the block: a request cancels it.
+
+        Args:
+            take_state: called before the block is cancelled; its result is the state to go on from.
+        """
+        with trio.CancelScope() as scope:
+            guarded = AbandonedWork(scope, take_state)
+            self._guards.append(guarded)
+            if self.is_requested:
+                guarded.cancel()
+            try:
+                yield guarded
+            finally:
+                self._guards.remove(guarded)
+
+
+class AbandonedWork:
+    """Work in a block that may be given up."""
+
+    def __init__(self, scope: trio.CancelScope, take_state: Callable[[], Mapping[str, Any]]) -> None:
+        self._scope, self._take_state = scope, take_state
+        self.state: Mapping[str, Any] | None = None  # result of take_state, once the block is cancelled
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the block was cancelled before its end."""
+        return self._scope.cancelled_caught
+
+    def cancel(self) -> None:
+        """Take the state, and cancel the block."""
+        if self.state is None:
+            self.state = self._take_state()
+        self._scope.cancel()
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ from rollouts.rl_loop import run_rl_training, train_rl
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, script_answer
 from rollouts.testing.engines import Call
+from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.rollout_batch import train_on_rollouts
 from rollouts.training.run_state import read_run_state
+from rollouts.training.steps import Abandonment
 from rollouts.types import KLControl, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 
 
@@ -364,6 +366,7 @@ async def test_the_keyword_call_hands_on_every_part(module: Any, front: str, loo
 
     monkeypatch.setattr(module, loop, record)
     given: dict[str, Any] = {name: object() for name in inspect.signature(getattr(module, front)).parameters}
+    given["checkpoint_dir"] = Path("checkpoints")
     await getattr(module, front)(**given)
     parts, source, config, *rest = received
     assert {field.name: getattr(parts, field.name) for field in fields(RLParts)} == {
@@ -384,3 +387,67 @@ async def test_a_value_of_parts_trains_as_the_keyword_call():
             else:
                 found.append(await run_rl_training(backend, buffer, manager, [engine], IN_MEMORY, clock=lambda: 0.0))
     assert found[0] == found[1] and len(found[0]) == IN_MEMORY.num_steps
+
+
+@pytest.mark.parametrize("where", ["rollouts", "evaluation"])
+async def test_an_abandoned_step_loses_only_itself(tmp_path: Path, where: str):
+    """The run hangs in its fourth step, and goes on behind the third as if nothing had been."""
+    config = RLTrainingConfig(num_steps=6, weight_sync="memory", eval_every=2)
+    hangs, asked = trio.Event(), 0
+
+    async def evaluate(engine) -> dict[str, float]:
+        nonlocal asked
+        asked += 1
+        if where == "evaluation" and asked == 2 and log.name == "resumed.jsonl" and not hangs.is_set():
+            hangs.set()
+            await trio.sleep_forever()
+        return {"eval_version": float(await engine.get_weight_version())}
+
+    def options(parts, name: str):
+        return {"checkpoint_dir": tmp_path / name, "evaluate": partial(evaluate, parts[3])}
+
+    log = tmp_path / "straight.jsonl"
+    parts = make_run()
+    await run(parts, config, JSONLLogger(log), **options(parts, "straight"))
+
+    log, asked = tmp_path / "resumed.jsonl", 0
+    backend, buffer, manager, engine = make_run()
+
+    async def score_or_hang(sample: Sample) -> float:
+        if where == "rollouts" and sample.group_index >= 12:  # of the fourth batch, which has taken its prompts
+            hangs.set()
+            await trio.sleep_forever()
+        return random_reward(sample)
+
+    manager = AsyncRolloutManager(buffer, replace(manager.config, reward_fn=score_or_hang), engines=[engine])
+    abandonment = Abandonment()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(
+            partial(
+                run,
+                (backend, buffer, manager, engine),
+                config,
+                JSONLLogger(log),
+                abandonment=abandonment,
+                **options((0, 0, 0, engine), "resumed"),
+            )
+        )
+        await hangs.wait()
+        abandonment.request()
+    last = 3 if where == "rollouts" else 4
+    checkpoint = latest_checkpoint(tmp_path / "resumed")
+    assert checkpoint is not None
+    assert checkpoint.name == f"step_{last:04d}"
+    with log.open("r+b") as file:
+        file.truncate(read_run_state(checkpoint).metrics_bytes)
+    parts = make_run()
+    point = await restore_rl_run(checkpoint, parts[0], parts[2], [parts[3]], config)
+    await run(parts, config, JSONLLogger(log), resume=point, **options(parts, "resumed"))
+    assert read_without_timings(log) == read_without_timings(tmp_path / "straight.jsonl")
+
+
+async def test_a_step_that_is_abandoned_before_any_has_ended_writes_nothing(tmp_path: Path):
+    abandonment = Abandonment()
+    abandonment.request()
+    assert await run(make_run(), IN_MEMORY, checkpoint_dir=tmp_path, abandonment=abandonment) == []
+    assert latest_checkpoint(tmp_path) is None
