@@ -345,6 +345,7 @@ class Sample:
     messages: tuple[Message, ...] | None = None  # the whole conversation; None = prompt and response are all of it
     action_messages: tuple[int, ...] | None = None  # places of the policy's actions in messages; None = see samples.find_actions
     episode: EpisodeOutcome | None = None  # course and end of the episode; None = not an episode, or unknown
+    subgroup: str | None = None  # samples of a group are compared with those of their subgroup alone, such as a role in matches
     context_starts: tuple[int, ...] = ()  # positions in tokens, rising, where a further context begins; () = all tokens are one
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the user's, from the prompt; the library writes nothing into it
 
@@ -415,6 +416,8 @@ class Sample:
             take["turns"] = take_tuple("Sample.turns", self.turns, _take_turn, "a sequence of Turn, or None")
         if type(self.response) is not str:
             take_text("Sample.response", self.response)
+        if self.subgroup is not None and type(self.subgroup) is not str:
+            take_text("Sample.subgroup", self.subgroup)
         take |= self._take_choices()
         messages, where = self.messages, "Sample.messages"
         if messages is not None and (type(messages) is not tuple or any(type(message) is not Message for message in messages)):

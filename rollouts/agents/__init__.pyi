@@ -2,6 +2,11 @@
 
 from .config import EpisodeConfig as EpisodeConfig
 from .episode import Episode as Episode
+from .matches import (
+    MatchSetting as MatchSetting,
+    create_match_generate_fn as create_match_generate_fn,
+    run_match as run_match,
+)
 from .policies import (
     ActionRequest as ActionRequest,
     AgentAction as AgentAction,

@@ -88,13 +88,13 @@ PaddingSide: TypeAlias = Literal["right", "left"]
 def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewards: bool = False, with_experts: bool = False) -> TrainBatch:
     """Make a TrainBatch of B samples, padded on the right to the longest of them.
 
-    group_ids number the distinct group_index values from 0, in the order of their first appearance. The first token of a row, and of each
-    further context in it, has loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has loss_mask > 0 and
-    its sample is trainable; the loss_mask of other rows becomes 0, their rewards still count in group statistics. temperatures is None if
-    all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and segment_mask if one has
-    them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns); context_ids if one has several
-    contexts (collate_context_ids); reward_components if one has
-    reward_details with metrics, one component a metric.
+    group_ids number the distinct pairs of group_index and subgroup from 0, in the order of their first appearance. The first token of a
+    row, and of each further context in it, has loss_mask 0, since nothing predicts it. A row is trainable if one of its other tokens has
+    loss_mask > 0 and its sample is trainable; the loss_mask of other rows becomes 0, their rewards still count in group statistics.
+    temperatures is None if all are 1. weight_versions and rollout_log_probs are columns if every sample has them; segment_log_probs and
+    segment_mask if one has them, with rollout_log_probs and False in the rows of the others; turns if one has them (collate_turns);
+    context_ids if one has several contexts (collate_context_ids); kept if one has kept_tokens; reward_components if one has reward_details
+    with metrics, one component a metric.
 
     Args:
         samples: tokens and loss_mask of each, at least one token in each.
@@ -123,9 +123,9 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         raise DataError(
             f"none of the {len(samples)} samples, from {describe_sample(samples[0])} on, has a predicted token with loss_mask > 0"
         )
-    group_ids: dict[int, int] = {}
+    group_ids: dict[tuple[int, str | None], int] = {}
     for sample in samples:
-        group_ids.setdefault(sample.group_index, len(group_ids))
+        group_ids.setdefault((sample.group_index, sample.subgroup), len(group_ids))
     temperatures = [sample.temperature for sample in samples]
     width = max(len(sample.tokens) for sample in samples)
     return TrainBatch(
@@ -133,7 +133,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         lengths=torch.tensor([len(s.tokens) for s in samples], dtype=torch.int64),
         loss_mask=_pad_rows(masks, 0.0, torch.float32),
         rewards=torch.tensor([0.0 if s.reward is None else s.reward for s in samples], dtype=torch.float32),
-        group_ids=torch.tensor([group_ids[s.group_index] for s in samples], dtype=torch.int64),
+        group_ids=torch.tensor([group_ids[s.group_index, s.subgroup] for s in samples], dtype=torch.int64),
         trainable=torch.tensor(trainable),
         rollout_log_probs=_optional_column(samples, "rollout_log_probs", 0.0, torch.float32),
         segment_log_probs=_segment_column(samples) if any(s.segment_log_probs is not None for s in samples) else None,

@@ -12,7 +12,13 @@ from .games.grid_world import (
 )
 from .games.text_game import SimpleGameEnvironment as SimpleGameEnvironment, TextGameEnv as TextGameEnv
 from .gym import GymEnvironment as GymEnvironment
-from .protocol import Environment as Environment, EnvironmentConfig as EnvironmentConfig, EnvironmentStep as EnvironmentStep
+from .protocol import (
+    Environment as Environment,
+    EnvironmentConfig as EnvironmentConfig,
+    EnvironmentStep as EnvironmentStep,
+    MultiAgentEnvironment as MultiAgentEnvironment,
+    MultiAgentStep as MultiAgentStep,
+)
 from .tools.calls import (
     ToolCall as ToolCall,
     ToolCallError as ToolCallError,

@@ -23,7 +23,15 @@ import trio
 
 from rollouts.checks import is_async_function, read_flag
 from rollouts.environments.observations import copy_json, find_non_json, find_observation_fault
-from rollouts.environments.protocol import Environment, EnvironmentConfig, EnvironmentFactory, EnvironmentStep
+from rollouts.environments.protocol import (
+    Environment,
+    EnvironmentConfig,
+    EnvironmentFactory,
+    EnvironmentStep,
+    MultiAgentEnvironment,
+    MultiAgentFactory,
+    MultiAgentStep,
+)
 from rollouts.errors import DataError, EngineError, EnvironmentFault, EpisodeError, EpisodeInterrupted, SandboxError, locate_error
 from rollouts.user_code import CodeBlocked, finish, interrupt_blocking, is_passed_on
 
@@ -34,6 +42,7 @@ _PASSING = (EpisodeError, EpisodeInterrupted, DataError, EngineError, SandboxErr
 """Errors that environments raise on purpose; they state the fault themselves."""
 
 _METHODS = ("reset", "step", "get_state_description", "get_prompt_prefix")
+_MATCH_METHODS = ("reset", "step", "get_prompt_prefix")
 
 
 @asynccontextmanager
@@ -50,14 +59,32 @@ async def open_environment(
     Raises: EnvironmentFault if the factory raises, is late, or makes something without an environment's methods; or if closing fails
             (after a failure of the block, as a note to its error).
     """
+    needed = f"an environment has {', '.join(_METHODS)} (wrap Gymnasium's in GymEnvironment)"
+    async with _open(factory, _METHODS, needed, timeout_s, in_thread) as environment:
+        yield environment
+
+
+@asynccontextmanager
+async def open_match_environment(
+    factory: MultiAgentFactory, *, timeout_s: float | None = None, in_thread: bool = False
+) -> AsyncGenerator[MultiAgentEnvironment]:
+    """Open an environment for one match of several roles. Args and Raises: see open_environment."""
+    needed = f"an environment of several roles has {', '.join(_MATCH_METHODS)}"
+    async with _open(factory, _MATCH_METHODS, needed, timeout_s, in_thread) as environment:
+        yield environment
+
+
+@asynccontextmanager
+async def _open(
+    factory: Callable[[], Any], methods: Sequence[str], needed: str, timeout_s: float | None, in_thread: bool
+) -> AsyncGenerator[Any]:
     environment = await _call(factory, (), "the factory of environments", "made nothing", timeout_s, in_thread)
-    missing = [name for name in _METHODS if not callable(getattr(environment, name, None))]
+    missing = [name for name in methods if not callable(getattr(environment, name, None))]
     if missing:
         await _close(environment, timeout_s, in_thread)
         raise EnvironmentFault(
             f"the factory of environments made {environment!r:.200} ({type(environment).__name__}), which has no method "
-            f"{', '.join(missing)}: an environment has {', '.join(_METHODS)} (wrap Gymnasium's in GymEnvironment); "
-            "give a function that makes one, not a class of something else"
+            f"{', '.join(missing)}: {needed}; give a function that makes one, not a class of something else"
         )
     try:
         yield environment
@@ -109,7 +136,7 @@ async def step_environment(
     return check_step(result, name)
 
 
-def _longest_call_s(environment: Environment) -> float:
+def _longest_call_s(environment: object) -> float:
     """Return the seconds that a step may take for calls with deadlines of their own; 0 if the environment does not say."""
     value: Any = getattr(environment, "longest_call_s", 0.0)
     if not isinstance(value, (int, float)) or not value >= 0:
@@ -149,6 +176,44 @@ def check_step(result: Any, name: str = "step") -> EnvironmentStep:
     if fault is not None:
         raise EnvironmentFault(f"{found}: {fault}, expected JSON values, so that logs and rewards can read it")
     return EnvironmentStep(copy_json(observation), _parse_reward(reward, found), _parse_done(done, found), copy_json(info))
+
+
+async def reset_match(
+    environment: MultiAgentEnvironment, config: EnvironmentConfig, roles: Sequence[str], *, timeout_s: float | None, in_thread: bool
+) -> tuple[str, Any]:
+    """Reset an environment of several roles. Returns the role that acts first and a copy of its observation. Raises EnvironmentFault."""
+    name = f"{type(environment).__name__}.reset"
+    result = await _call(environment.reset, (config,), name, f"with {config!r:.200}", timeout_s, in_thread)
+    found = f"{name} returned {_show(result)} ({type(result).__name__})"
+    if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 2:
+        raise EnvironmentFault(f"{found}, expected (role that acts first, its observation)")
+    role, observation = cast("tuple[Any, Any]", result)
+    if role not in roles:
+        raise EnvironmentFault(f"{found}: the role is {role!r:.100}, expected one of {', '.join(roles)}, which have policies")
+    fault = find_observation_fault(observation)
+    if fault is not None:
+        raise EnvironmentFault(f"{found}: {fault}, {_OBSERVATION}")
+    return role, copy_json(observation)
+
+
+async def step_match(
+    environment: MultiAgentEnvironment, role: str, action: Any, roles: Sequence[str], *, timeout_s: float | None, in_thread: bool
+) -> MultiAgentStep:
+    """Carry out an action of a role. Returns the step, checked and copied. Raises EnvironmentFault, and errors that pass."""
+    name = f"{type(environment).__name__}.step"
+    most = None if timeout_s is None else timeout_s + _longest_call_s(environment)
+    result = await _call(environment.step, (role, action), name, f"for the action {action!r:.200} of {role}", most, in_thread)
+    found = f"{name} returned {_show(result)} ({type(result).__name__})"
+    if not isinstance(result, tuple) or len(cast("tuple[Any, ...]", result)) != 4:
+        raise EnvironmentFault(f"{found}, expected (role that acts next or None at the end, its observation, rewards by role, info)")
+    following, observation, rewards, info = cast("tuple[Any, Any, Any, Any]", result)
+    if following is not None and following not in roles:
+        raise EnvironmentFault(f"{found}: the role is {following!r:.100}, expected one of {', '.join(roles)}, or None at the end")
+    if not isinstance(rewards, Mapping) or not set(cast("Mapping[Any, Any]", rewards)) <= set(roles):
+        raise EnvironmentFault(f"{found}: the rewards are {_show(rewards)}, expected a mapping of numbers by role ({', '.join(roles)})")
+    paid = {one: _parse_reward(reward, found) for one, reward in cast("Mapping[str, Any]", rewards).items()}
+    checked = check_step((observation, 0.0, following is None, info), name)
+    return MultiAgentStep(following, checked.observation, paid, checked.info)
 
 
 _STEP = "expected (observation, reward, done, info)"

@@ -66,5 +66,36 @@ class Environment(Protocol):
         ...
 
 
+class MultiAgentStep(NamedTuple):
+    """Result of a step of a MultiAgentEnvironment; a plain tuple of four will do."""
+
+    role: str | None  # role that acts next; None = the match has ended
+    observation: Any  # what that role is shown: a text, a Message or several, or a JSON value; at the end shown to no model
+    rewards: Mapping[str, float]  # reward by role, for any of the roles; 0 where one is left out
+    info: Mapping[str, Any]  # JSON values, for rewards and logs, in the episode of the role that has acted
+
+
+class MultiAgentEnvironment(Protocol):
+    """A world in which several roles act, one at a time; reset and step may be async. See agents/matches.py.
+
+    A reward that a role gets between two of its actions counts for the earlier one.
+    """
+
+    def reset(self, config: EnvironmentConfig) -> Any:
+        """Begin anew. Returns (role that acts first, what it is shown), or an awaitable of it."""
+        ...
+
+    def step(self, role: str, action: Any) -> Any:
+        """Carry out an action of the role whose turn it is. Returns a MultiAgentStep, or an awaitable of it."""
+        ...
+
+    def get_prompt_prefix(self, role: str) -> str:
+        """Return the text before a role's first observation, such as its rules; "" = none."""
+        ...
+
+
+MultiAgentFactory: TypeAlias = Callable[[], "MultiAgentEnvironment | Awaitable[MultiAgentEnvironment]"]
+"""f() -> an environment for one match, closed after it as other environments are."""
+
 EnvironmentFactory: TypeAlias = Callable[[], "Environment | Awaitable[Environment]"]
 """f() -> an environment for one episode. An environment with `async def aclose(self)` or `close(self)` is closed after it."""

@@ -42,17 +42,17 @@ def summarize_samples(samples: Sequence[Sample]) -> dict[str, float]:
     Args:
         samples: at least one; of any number of groups, in any order.
 
-    Returns: reward_mean, _std (population), _min, _max (all NaN if a sample has no reward); zero_std_fraction, the fraction of groups with
-        equal rewards, which have no group-relative advantage; response_length_mean, _min, _max in trained tokens; truncated_fraction;
-        num_samples.
+    Returns: reward_mean, _std (population), _min, _max (all NaN if a sample has no reward); zero_std_fraction, the fraction of groups
+        (subgroups, where there are any) with equal rewards, which have no group-relative advantage; response_length_mean, _min, _max in
+        trained tokens; truncated_fraction; num_samples.
     """
     assert samples, "expected at least one sample"
     n = len(samples)
     rewards = [math.nan if sample.reward is None else sample.reward for sample in samples]
     mean = math.fsum(rewards) / n
-    by_group: defaultdict[int, list[float]] = defaultdict(list)
+    by_group: defaultdict[tuple[int, str | None], list[float]] = defaultdict(list)
     for sample, reward in zip(samples, rewards, strict=True):
-        by_group[sample.group_index].append(reward)
+        by_group[sample.group_index, sample.subgroup].append(reward)
     lengths = [sum(mask > 0 for mask in sample.loss_mask) for sample in samples]
     return {
         "reward_mean": mean,

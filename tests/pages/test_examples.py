@@ -93,3 +93,10 @@ def test_an_agent_of_the_openai_client_is_trained_as_it_is(tmp_path: Path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["reward_mean"] for line in lines if "reward_mean" in line] == pytest.approx([0.0] * 2, abs=0.5)
     assert all("num_agents_failed" in line for line in lines if "reward_mean" in line)
+
+
+async def test_two_roles_play_matches_and_are_trained_on(capsys: pytest.CaptureFixture[str]):
+    await runpy.run_path(str(ROOT / "examples" / "two_roles.py"))["run"](num_steps=1, seed=0)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" trained for")[0] for line in lines] == ["listener", "speaker and listener"]
+    assert "right answers: 0.28 -> " in lines[0]

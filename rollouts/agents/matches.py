@@ -1,0 +1,288 @@
+"""Matches: several roles act in one environment, each with its policy, and each role's part is an episode of its own.
+
+    class Signals:                                    # the speaker is shown a digit and writes a letter, the listener must guess the digit
+        def reset(self, config):
+            self.digit = random.Random(config.seed).randrange(3)
+            return "speaker", str(self.digit)
+        def step(self, role, action):
+            if role == "speaker":
+                return "listener", action[:1], {}, {}
+            right = float(action[:1] == str(self.digit))
+            return None, "", {"speaker": right, "listener": right}, {}
+        def get_prompt_prefix(self, role):
+            return role + ": "
+
+    policy = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=1))
+    episodes = await run_match({"speaker": policy, "listener": policy}, MatchSetting(environment_factory=Signals), prompt)
+    generate_fn = create_match_generate_fn({"speaker": policy, "listener": policy}, MatchSetting(environment_factory=Signals))
+
+- Self-play gives the same policy to several roles. A role whose policy is not trained, such as a frozen opponent or a script, is left out
+  of `trained`: it acts, and its samples are dropped.
+- The sample of a role has its tokens, turns and rewards alone, and Sample.subgroup is the role: advantages compare it with the samples of
+  the same role in the other matches of its prompt, whatever the estimator.
+- Other trees of groups are made in the same way: `subgroup` of samples from a generate function of one's own, for example the number of the
+  plan that workers carry out, is what they are compared within.
+- A role that reaches a limit of EpisodeConfig leaves, which ends the match: the others are given no further turn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import trio
+
+from rollouts.agents.config import EpisodeConfig
+from rollouts.agents.episode import Course, Episode
+from rollouts.agents.policies import AgentPolicy
+from rollouts.agents.setting import EpisodeSetting
+from rollouts.data.samples import create_pending_group, describe_sample
+from rollouts.environments.calls import open_match_environment, reset_match, step_match
+from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep, MultiAgentEnvironment, MultiAgentFactory
+from rollouts.errors import ConfigError, DataError, EngineRequestError, EpisodeError, EpisodeInterrupted, SandboxError, raise_single_errors
+from rollouts.outcomes import Failure
+from rollouts.types import Group, Prompt, Sample, Status
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSetting:
+    """Settings that the matches of a run share."""
+
+    environment_factory: MultiAgentFactory
+    config: EpisodeConfig = field(default_factory=EpisodeConfig)  # limits of each role's part; timeout_s is that of the environment's calls
+    seed: int = 0  # seed of environments and of sampling
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # arguments of the chat template
+
+
+class _Table:
+    """One match: the environment, the role whose turn it is, and what each role has been paid since its last action."""
+
+    def __init__(self, environment: MultiAgentEnvironment, roles: Sequence[str], config: EpisodeConfig) -> None:
+        self._environment, self._roles, self._config = environment, roles, config
+        self._rewards = dict.fromkeys(roles, 0.0)
+        self._turn: str | None = None
+        self._observation: Any = ""
+        self._is_over = False
+        self._changed = trio.Event()
+        self.left: str | None = None  # role that ended the match by its limits
+
+    async def begin(self, config: EnvironmentConfig) -> None:
+        """Reset the environment."""
+        self._turn, self._observation = await reset_match(
+            self._environment, config, self._roles, timeout_s=self._config.timeout_s, in_thread=self._config.in_thread
+        )
+
+    async def sit_down(self, role: str) -> Any:
+        """Wait for a role's first turn, and return what it is shown."""
+        await self._wait(role)
+        if self._is_over:
+            raise DataError(
+                f"the match ended before the first turn of the role {role!r}{self._tell_leaver()}: its episode is empty. Let every role "
+                "act at least once, or leave the role out of those that are trained"
+            )
+        return self._observation
+
+    async def act(self, role: str, action: Any) -> EnvironmentStep:
+        """Carry out a role's action, and wait for its next turn or the end of the match."""
+        assert role == self._turn, f"{role!r} acts, but it is the turn of {self._turn!r}"
+        step = await step_match(
+            self._environment, role, action, self._roles, timeout_s=self._config.timeout_s, in_thread=self._config.in_thread
+        )
+        for one, reward in step.rewards.items():
+            self._rewards[one] += reward
+        self._turn, self._observation, self._is_over = step.role, step.observation, step.role is None
+        self._note_change()
+        await self._wait(role)
+        reward, self._rewards[role] = self._rewards[role], 0.0
+        return EnvironmentStep("" if self._is_over else self._observation, reward, self._is_over, step.info)
+
+    def leave(self, role: str) -> None:
+        """End the match, unless it has ended: the role takes no further turn."""
+        if not self._is_over:
+            self._is_over, self.left = True, role
+            self._note_change()
+
+    def get_prefix(self, role: str) -> str:
+        """Return the text before a role's first observation."""
+        return self._environment.get_prompt_prefix(role)
+
+    def _tell_leaver(self) -> str:
+        return "" if self.left is None else f", as {self.left!r} had reached a limit"
+
+    async def _wait(self, role: str) -> None:
+        while not self._is_over and self._turn != role:
+            await self._changed.wait()
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()
+
+
+class _Seat:
+    """The match as the environment of one role."""
+
+    def __init__(self, table: _Table, role: str) -> None:
+        self._table, self._role = table, role
+
+    async def reset(self, config: EnvironmentConfig) -> Any:
+        return await self._table.sit_down(self._role)
+
+    async def step(self, action: Any) -> EnvironmentStep:
+        return await self._table.act(self._role, action)
+
+    def get_state_description(self) -> str:
+        return ""
+
+    def get_prompt_prefix(self) -> str:
+        return self._table.get_prefix(self._role)
+
+
+async def run_match(
+    policies: Mapping[str, AgentPolicy],
+    setting: MatchSetting,
+    prompt: Prompt,
+    *,
+    pending: Mapping[str, tuple[int, Sample]] | None = None,
+) -> Mapping[str, Episode]:
+    """Play one match.
+
+    Args:
+        policies: policy of each role; one object may play several.
+        pending: place in the group and Sample to fill, by role; None = those of a group with one match.
+
+    Returns: the episode of each role.
+    Raises: as run_episode, for any role.
+    """
+    places = pending or dict(zip(policies, enumerate(create_pending_group(prompt, len(policies))), strict=True))
+    config = setting.config
+    for attempt in count():
+        courses: dict[str, Course] = {}
+        try:
+            with raise_single_errors():
+                async with open_match_environment(
+                    setting.environment_factory, timeout_s=config.timeout_s, in_thread=config.in_thread
+                ) as environment:
+                    table = _Table(environment, tuple(policies), config)
+                    for role, policy in policies.items():
+                        courses[role] = _create_course(policy, setting, prompt, places[role], _Seat(table, role))
+                    await table.begin(_settings_of(setting, None).environment_config(prompt))
+                    async with trio.open_nursery() as nursery:
+                        for role, course in courses.items():
+                            nursery.start_soon(_play, table, role, course)
+        except (EpisodeError, SandboxError, DataError, EngineRequestError) as error:
+            may_retry = isinstance(error, EpisodeError | SandboxError)
+            if may_retry and config.on_error == "retry" and attempt < config.max_retries:
+                _logger.warning("the match of prompt %d begins again after attempt %d: %s", prompt.index, attempt + 1, error)
+                continue
+            if config.on_error != "drop":
+                raise
+            failure = Failure.INFRASTRUCTURE if may_retry else Failure.DATA
+            for role in policies:
+                course = courses.setdefault(role, _create_course(policies[role], setting, prompt, places[role], None))
+                course.fail(failure, error)
+        return {role: replace(course.finish(), num_retries=attempt) for role, course in courses.items()}
+    raise AssertionError("unreachable: the loop has no end")
+
+
+async def _play(table: _Table, role: str, course: Course) -> None:
+    """Play a role's part, and leave the table. A course that fails ends the match by its error."""
+    await course.run()
+    table.leave(role)
+
+
+def _create_course(policy: AgentPolicy, setting: MatchSetting, prompt: Prompt, place: tuple[int, Sample], seat: _Seat | None) -> Course:
+    number, sample = place
+    return Course(policy, _settings_of(setting, seat), prompt, number, sample, None)
+
+
+def _settings_of(setting: MatchSetting, seat: _Seat | None) -> EpisodeSetting:
+    """Return the settings of an episode at a seat, whose calls wait for other roles and have no deadline of their own; None = no seat."""
+    return EpisodeSetting(
+        environment_factory=lambda: seat,  # pyright: ignore[reportArgumentType]  # None where no episode is played
+        config=replace(setting.config, timeout_s=None, in_thread=False),
+        seed=setting.seed,
+        template_kwargs=setting.template_kwargs,
+    )
+
+
+def create_match_generate_fn(
+    policies: Mapping[str, AgentPolicy], setting: MatchSetting, *, trained: Sequence[str] | None = None
+) -> MatchGenerateFn:
+    """Create a generate function of matches, for RolloutConfig.generate_fn.
+
+    Args:
+        policies: policy of each role.
+        trained: roles whose samples are returned; None = all. n_samples_per_prompt is a multiple of their number: n / len(trained) matches
+            are played for each prompt, and each role has so many samples to be compared.
+
+    Returns: async generate_fn(prompt, n, partial=()) -> Group, match after match, in each the roles in the order of `trained`.
+    Raises: ConfigError if there is no policy, or a trained role has none.
+    """
+    return MatchGenerateFn(policies, setting, tuple(policies) if trained is None else tuple(trained))
+
+
+class MatchGenerateFn:
+    """Generate function of matches, with counts of their failures."""
+
+    gives_turns = True
+
+    def __init__(self, policies: Mapping[str, AgentPolicy], setting: MatchSetting, trained: tuple[str, ...]) -> None:
+        """Args and Raises: see create_match_generate_fn."""
+        if not policies or not trained:
+            raise ConfigError(f"a match has {len(policies)} roles with policies and {len(trained)} that are trained: give at least one")
+        strange = [role for role in trained if role not in policies]
+        if strange or len(set(trained)) < len(trained):
+            raise ConfigError(f"the trained roles are {', '.join(trained)}, expected distinct ones of {', '.join(policies)}")
+        self._policies, self._setting, self._trained = dict(policies), setting, trained
+        self._frozen = tuple(role for role in policies if role not in trained)
+        self._counts: Counter[str] = Counter()
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
+        """Return the group of a prompt; matches of `partial` with an unfinished sample are played again."""
+        num_roles = len(self._trained)
+        if n % num_roles:
+            raise ConfigError(
+                f"n_samples_per_prompt is {n}, but each match gives {num_roles} samples ({', '.join(self._trained)}): set it to a multiple"
+            )
+        frame = list(partial or create_pending_group(prompt, n))
+
+        async def play(match: int) -> None:
+            first = match * num_roles
+            places = {role: (first + j, create_pending_group(prompt, n)[first + j]) for j, role in enumerate(self._trained)}
+            for j, role in enumerate(self._frozen):  # numbers behind the group's, so that no request has the id of another
+                number = n + match * len(self._frozen) + j
+                places[role] = (number, replace(places[self._trained[0]][1], index=number))
+            places = {role: places[role] for role in self._policies}
+            try:
+                episodes = await run_match(self._policies, self._setting, prompt, pending=places)
+            except EpisodeInterrupted as error:
+                _logger.debug("match %d of prompt %d was interrupted: %s", match, prompt.index, error)
+                return
+            failed = [episode.failure for episode in episodes.values() if episode.sample.status is Status.FAILED]
+            if failed and failed[0] is not None:
+                self._counts[f"num_episodes_failed_{failed[0].value}"] += 1
+            self._counts["num_episodes_retried"] += any(episode.num_retries > 0 for episode in episodes.values())
+            for j, role in enumerate(self._trained):
+                frame[first + j] = replace(episodes[role].sample, subgroup=role)
+
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                for match in range(n // num_roles):
+                    own = frame[match * num_roles : (match + 1) * num_roles]
+                    if any(sample.status in (Status.PENDING, Status.ABORTED) for sample in own):
+                        nursery.start_soon(play, match)
+        _logger.debug("%d matches of %s", n // num_roles, describe_sample(frame[0]))
+        return tuple(frame)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return the counts since the last call, see EpisodeGenerateFn.take_counts; a match counts once."""
+        names = (*(f"num_episodes_failed_{failure.value}" for failure in (Failure.INFRASTRUCTURE, Failure.DATA)), "num_episodes_retried")
+        taken = {name: self._counts[name] for name in names}
+        self._counts.clear()
+        return taken
