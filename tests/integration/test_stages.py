@@ -263,7 +263,7 @@ async def test_a_critic_that_begins_alone_leaves_the_policy_as_it_is(start: Call
 def count_models(config: Config, algorithm: Any) -> tuple[int, Companions]:
     """Parameters beside the policy's."""
     model, tokenizer = create_model(config)
-    companions = create_companions(config, algorithm, model, tokenizer, critic_steps=8)
+    companions = create_companions(config, algorithm.requires, model, tokenizer, critic_steps=8)
     backends: list[Any] = [backend for backend in (companions.reference, companions.critic) if backend is not None]
     return sum(p.numel() for backend in backends for p in backend.model.parameters()), companions
 
@@ -278,7 +278,7 @@ def test_no_model_is_made_that_the_algorithm_does_not_need(start: Callable[..., 
     assert count_models(config, ppo(kl_coef=0.1))[0] == policy + count_models(config, ppo())[0]
     model, tokenizer = create_model(config)
     monkeypatch.setattr("copy.deepcopy", lambda model: pytest.fail("a model was copied"))
-    assert create_companions(config, grpo(), model, tokenizer, critic_steps=8) == Companions()
+    assert create_companions(config, grpo().requires, model, tokenizer, critic_steps=8) == Companions()
 
 
 async def test_the_reference_is_the_policy_as_it_was_when_rl_began_also_after_resume(
