@@ -3,8 +3,8 @@
     python examples/two_roles.py
 
 The speaker is shown a digit and says one of three words. The listener hears the word and names the digit. Both are paid 1 if it is right.
-First the listener learns the words of a speaker that is a script, a frozen role. Then the same policy plays both roles: the speaker learns
-words that the listener understands. Each role is compared with itself alone (Sample.subgroup), in several matches about the same digit.
+First the listener learns the words of a speaker that is a script. Then a speaker, a second model, learns words that this listener, which is
+frozen now, understands. Each role is compared with itself alone (Sample.subgroup), in several matches about the same digit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import copy
 import os
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import trio
@@ -38,6 +39,7 @@ from rollouts.testing import create_tiny_model
 
 LR = float(os.environ.get("LR", "3e-3"))
 NUM_DIGITS, NUM_MATCHES = 3, 8
+ROLES = ("listener", "speaker")  # in the order in which they learn
 
 
 class Signals:
@@ -86,25 +88,22 @@ def create_prompts(num: int) -> list[Prompt]:
 
 
 async def run(num_steps: int, seed: int) -> None:
-    """Train in both stages, and print the accuracy of the policy in both roles before, between and after them."""
-    tokenizer, model = create_char_tokenizer(), create_tiny_model(seed=seed)
+    """Train one role after the other, and print the share of right answers before and after."""
+    tokenizer, models = create_char_tokenizer(), {role: create_tiny_model(seed=seed + k) for k, role in enumerate(ROLES)}
     setting = MatchSetting(environment_factory=Signals, seed=seed)
-    backend = create_pytorch_backend(model, lr=3e-3)
-    for trained in (("listener",), ("speaker", "listener")):
-        async with InProcessEngine(copy.deepcopy(model), tokenizer) as engine:
-            learner = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=1))
-            policies = {role: learner if role in trained else ScriptedAgentPolicy(say_word) for role in ("speaker", "listener")}
+    policies: dict[str, AgentPolicy] = {"speaker": ScriptedAgentPolicy(say_word)}
+    async with AsyncExitStack() as engines:
+        for role in ROLES:
+            engine = await engines.enter_async_context(InProcessEngine(copy.deepcopy(models[role]), tokenizer))
+            policies[role] = EngineAgentPolicy(engine, tokenizer, SamplingParams(max_tokens=1))
             buffer = DataBuffer(create_prompts(60), seed=seed)
-            rollouts = RolloutConfig(
-                batch_size=12,
-                n_samples_per_prompt=NUM_MATCHES * len(trained),
-                generate_fn=create_match_generate_fn(policies, setting, trained=trained),
-            )
+            generate = create_match_generate_fn(dict(policies), setting, trained=[role])
+            rollouts = RolloutConfig(batch_size=12, n_samples_per_prompt=NUM_MATCHES, generate_fn=generate)
+            manager = AsyncRolloutManager(buffer, rollouts, engines=[engine])
             config = RLTrainingConfig(num_steps=num_steps, algorithm=grpo(), weight_sync="memory")
             before = await measure(policies, setting)
-            await run_rl_training(backend, buffer, AsyncRolloutManager(buffer, rollouts, engines=[engine]), [engine], config)
-            after = await measure(policies, setting)
-        print(f"{' and '.join(trained)} trained for {num_steps} steps, right answers: {before:.2f} -> {after:.2f}")
+            await run_rl_training(create_pytorch_backend(models[role], lr=3e-3), buffer, manager, [engine], config)
+            print(f"{role} trained for {num_steps} steps, right answers: {before:.2f} -> {await measure(policies, setting):.2f}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,7 +70,7 @@ class MultiAgentStep(NamedTuple):
     """Result of a step of a MultiAgentEnvironment; a plain tuple of four will do."""
 
     role: str | None  # role that acts next; None = the match has ended
-    observation: Any  # what that role is shown: a text, a Message or several, or a JSON value; at the end shown to no model
+    observation: Any  # its observation: a text, a Message or several, or a JSON value; at the end shown to no model
     rewards: Mapping[str, float]  # reward by role, for any of the roles; 0 where one is left out
     info: Mapping[str, Any]  # JSON values, for rewards and logs, in the episode of the role that has acted
 
