@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -37,7 +36,6 @@ from rollouts.environments import EnvironmentConfig
 from rollouts.rl_loop import run_rl_training
 from rollouts.testing import create_tiny_model
 
-LR = float(os.environ.get("LR", "3e-3"))
 NUM_DIGITS, NUM_MATCHES = 3, 8
 ROLES = ("listener", "speaker")  # in the order in which they learn
 
