@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from integration.view.gradient import explain_gradient
+from integration.view.gradient import explain_gradient, find_key, name_group, split_groups
 from integration.view.source import find_decoder, find_reward, find_step_files, iterate_file, measure_file
 from integration.view.tokens import Decode, Token, count_clipped, read_step_tokens, read_tokens
 from rollouts.data.records import TrajectoryRecord, derive_steps
@@ -64,8 +64,8 @@ class Chunk:
     run: int  # index of the run in the report
     step: int
     rows: tuple[tuple[Any, ...], ...]  # for the list: group, sample, reward, number of trained tokens, status, preview of the response,
-    # number of tokens that the update clipped or left out (None = not known)
-    groups: Mapping[str, Sequence[str]]  # sentences about the gradient of each group, by its number
+    # number of tokens that the update clipped or left out (None = not known), name of the group with its subgroup
+    groups: Mapping[str, Sequence[str]]  # sentences about the gradient of each group, or subgroup, by its name
     packed: str  # records of describe_record as pack_text packs them
     columns: frozenset[str]  # keys of COLUMNS that their tokens have
 
@@ -167,15 +167,15 @@ def create_chunk(
 ) -> Chunk:
     """Return a chunk of whole groups of a step. decode: None = tokens are shown as ids."""
     rows: list[tuple[tuple[Any, ...], str]] = []  # row of the list, and text of the packed data
+    in_groups = [members for group in groups for members in split_groups(group)]
     explained: dict[str, Sequence[str]] = {}
     columns: set[str] = set()
-    for group in groups:
-        explained[str(group[0].sample.group_index)] = explain_gradient(group, mask_truncated=mask_truncated)
+    for group in sorted(in_groups, key=lambda members: find_key(members[0].sample)):
+        explained[name_group(group[0].sample)] = explain_gradient(group, mask_truncated=mask_truncated)
         for record in group:
             described = describe_record(record, decode)
             columns |= find_columns(described)
             rows.append((_list_row(record), dump_json(described)))
-    rows.sort(key=lambda row: row[0][:2])
     packed = pack_text(f"[{','.join(text for _, text in rows)}]")
     return Chunk(run=run, step=step, rows=tuple(row for row, _ in rows), groups=explained, packed=packed, columns=frozenset(columns))
 
@@ -189,6 +189,7 @@ def _list_row(record: TrajectoryRecord) -> tuple[Any, ...]:
         record.sample.status.value,
         " ".join(find_text(record).split())[:_PREVIEW],
         count_clipped(record),
+        name_group(record.sample),
     )
 
 
@@ -239,7 +240,7 @@ def describe_record(record: TrajectoryRecord, decode: Decode | None) -> dict[str
             for k, step in enumerate(steps)
         ]
     return {
-        "group": sample.group_index,
+        "group": name_group(sample),
         "sample": sample.index,
         "reward": reward,
         "status": sample.status.value,

@@ -43,7 +43,7 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
     Raises: ConfigError or DataError for a path that does not exist, has no rollouts or is damaged.
     """
     from integration.view.columns import show_side_by_side
-    from integration.view.gradient import split_groups
+    from integration.view.gradient import find_key, split_groups
     from integration.view.source import Choice, choose_file, describe_steps, find_decoder, find_step_files, iterate_file
     from integration.view.text import prepare, show_group, show_prompt, show_records, split_shown, summarize
     from integration.view.tokens import COLOR_FIELDS, choose_palette
@@ -86,7 +86,7 @@ def view(arguments: Arguments, *, colors: bool, width: int = _SVG_COLUMNS) -> li
     reasons = explain_groups(records, path)
     if arguments.side_by_side:
         for members in split_shown(shown):
-            lines += show_group(members, reasons.get(members[0].record.sample.group_index, ()))
+            lines += show_group(members, reasons.get(find_key(members[0].record.sample), ()))
             lines += [*show_prompt(members[0]), *show_side_by_side(members, palette, width=width)]
     else:
         lines += show_records(shown, palette, reasons, with_tokens=arguments.tokens)
@@ -105,14 +105,14 @@ def note_chosen(path: Path, choice: Choice, places: list[tuple[int, int]]) -> It
         yield record
 
 
-def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[int, tuple[str, ...]]:
-    """Return why each group with estimates has a gradient or none, by its number."""
-    from integration.view.gradient import explain_gradient, split_groups
+def explain_groups(records: Sequence[TrajectoryRecord], path: Path) -> dict[tuple[int, str], tuple[str, ...]]:
+    """Return why each group with estimates has a gradient or none, by gradient.find_key."""
+    from integration.view.gradient import explain_gradient, find_key, split_groups
     from integration.view.source import find_masking
 
     masks, groups = find_masking(path), split_groups(records)
     known = (group for group in groups if any(record.estimate is not None for record in group))
-    return {group[0].sample.group_index: explain_gradient(group, mask_truncated=masks) for group in known}
+    return {find_key(group[0].sample): explain_gradient(group, mask_truncated=masks) for group in known}
 
 
 def list_steps(path: Path) -> list[Text]:

@@ -1,4 +1,7 @@
-"""Reasons for a group of rollouts having a gradient, or none, in sentences."""
+"""Reasons for a group of rollouts having a gradient, or none, in sentences.
+
+A group here is what an advantage compares: samples with the same Sample.group_index and, where there are subgroups, the same subgroup.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,25 @@ from itertools import groupby
 
 from integration.view.tokens import UNTOUCHED
 from rollouts.data.records import TrajectoryRecord
-from rollouts.types import Status
+from rollouts.types import Sample, Status
 
 _SAME = 1e-6  # difference below which rewards are equal
 
 
+def find_key(sample: Sample) -> tuple[int, str]:
+    """Return the group and the subgroup of a sample, "" for none: what its advantage is compared within."""
+    return sample.group_index, sample.subgroup or ""
+
+
+def name_group(sample: Sample) -> str:
+    """Name the group of a sample, and its subgroup if it has one: "group 5, subgroup first"."""
+    return f"group {sample.group_index}" + (f", subgroup {sample.subgroup}" if sample.subgroup else "")
+
+
 def split_groups(records: Iterable[TrajectoryRecord]) -> Iterator[list[TrajectoryRecord]]:
-    """Yield the records of each group, by the number of the group, samples in order."""
-    in_order = sorted(records, key=lambda record: (record.sample.group_index, record.sample.index))
-    for _, members in groupby(in_order, key=lambda record: record.sample.group_index):
+    """Yield the records of each group, of each of its subgroups by itself, by number and name, samples in order."""
+    in_order = sorted(records, key=lambda record: (*find_key(record.sample), record.sample.index))
+    for _, members in groupby(in_order, key=lambda record: find_key(record.sample)):
         yield list(members)
 
 
@@ -24,6 +37,7 @@ def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool 
     """Explain in sentences whether the update had a gradient from these samples of one group, and why not.
 
     Args:
+        group: records of one group, or of one of its subgroups.
         mask_truncated: whether the run leaves truncated samples out of training.
     """
     estimates = [record.estimate for record in group if record.estimate is not None]
@@ -48,7 +62,8 @@ def explain_gradient(group: Sequence[TrajectoryRecord], *, mask_truncated: bool 
     told += explain_clipping(group)
     hidden = len(rewards) - len(group)
     if hidden > 0:
-        told.append(f"The group has {len(rewards)} samples, of which {len(group)} were recorded.")
+        whole = _name_whole(group)
+        told.append(f"{whole[0].upper()}{whole[1:]} has {len(rewards)} samples, of which {len(group)} were recorded.")
     return tuple(told)
 
 
@@ -65,17 +80,24 @@ def explain_clipping(group: Sequence[TrajectoryRecord]) -> tuple[str, ...]:
     return (f"The update clipped or left out {touched} of its {len(reasons)} tokens: {each}.",)
 
 
+def _name_whole(group: Sequence[TrajectoryRecord]) -> str:
+    """Name in a sentence what the samples are compared within: "the group", or "group 5, subgroup first"."""
+    sample = group[0].sample
+    return name_group(sample) if sample.subgroup else "the group"
+
+
 def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[float]) -> str:
     largest: list[float] = []  # largest advantage of each sample, by absolute value
     for record in group:
         advantages = None if record.estimate is None else record.estimate.advantages
         if advantages is not None and record.sample.trainable:
             largest.append(max((a for a, m in zip(advantages, record.sample.loss_mask, strict=True) if m > 0), key=abs, default=0.0))
+    whole = _name_whole(group)
     equal = max(rewards) - min(rewards) <= _SAME * max(1.0, *(abs(reward) for reward in rewards))
     zero = sum(value == 0 for value in largest)
     if zero == len(largest) and equal:
         return (
-            f"No gradient: all {len(rewards)} rewards of the group are {rewards[0]:g}, so that none is better than the group's mean and "
+            f"No gradient: all {len(rewards)} rewards of {whole} are {rewards[0]:g}, so that none is better than their mean and "
             "each advantage is 0. A KL term or an entropy bonus may still give one."
         )
     if zero == len(largest):
@@ -85,4 +107,4 @@ def _explain_advantages(group: Sequence[TrajectoryRecord], rewards: Sequence[flo
         )
     nothing = f"; {zero} of {len(largest)} recorded samples have an advantage of 0" if zero else ""
     ends = f"{min(largest):.3g} to {max(largest):.3g}, rewards from {min(rewards):g} to {max(rewards):g}"
-    return f"The group has a gradient: advantages go from {ends}{nothing}."
+    return f"{whole[0].upper()}{whole[1:]} has a gradient: advantages go from {ends}{nothing}."

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from rich.text import Text
 
+from integration.view.gradient import find_key, name_group
 from integration.view.source import find_reward
 from integration.view.tokens import (
     Decode,
@@ -73,8 +74,7 @@ def describe_rewards(rewards: Sequence[float]) -> str:
 
 def show_group(of_group: Sequence[Shown], reasons: Sequence[str]) -> list[Text]:
     """Return the head of a group: its rewards, and why it has a gradient or none. reasons: see gradient.explain_gradient."""
-    group = of_group[0].record.sample.group_index
-    head = Text(_describe_group(group, [one.record for one in of_group]), style="bold")
+    head = Text(_describe_group([one.record for one in of_group]), style="bold")
     return [Text(), head, *(Text(f"  {make_line(reason)}") for reason in reasons)]
 
 
@@ -102,15 +102,17 @@ def describe_parts(record: TrajectoryRecord) -> list[str]:
 
 
 def split_shown(shown: Sequence[Shown]) -> list[list[Shown]]:
-    """Return the records of each group, by the number of the group."""
+    """Return the records of each group, of each of its subgroups by itself, by number and name."""
     return [list(members) for _, members in groupby(sorted(shown, key=_group_of), key=_group_of)]
 
 
-def show_records(shown: Sequence[Shown], palette: Palette, reasons: Mapping[int, Sequence[str]], *, with_tokens: bool) -> list[Text]:
+def show_records(
+    shown: Sequence[Shown], palette: Palette, reasons: Mapping[tuple[int, str], Sequence[str]], *, with_tokens: bool
+) -> list[Text]:
     """Return the lines of all records.
 
     Args:
-        reasons: of the gradient of each group, by its number.
+        reasons: of the gradient of each group, by gradient.find_key.
         with_tokens: add a table of each sample's tokens.
     """
     lines: list[Text] = []
@@ -123,18 +125,19 @@ def show_records(shown: Sequence[Shown], palette: Palette, reasons: Mapping[int,
     return lines
 
 
-def _group_of(one: Shown) -> int:
-    return one.record.sample.group_index
+def _group_of(one: Shown) -> tuple[int, str]:
+    return find_key(one.record.sample)
 
 
-def _describe_group(group: int, records: Sequence[TrajectoryRecord]) -> str:
+def _describe_group(records: Sequence[TrajectoryRecord]) -> str:
     """Describe the statistics of the whole group if the file has them, else of its shown samples."""
+    name = make_line(name_group(records[0].sample))
     known = next((r.estimate.group_rewards for r in records if r.estimate is not None and r.estimate.group_rewards), None)
     if known is not None:
         part = "" if len(known) == len(records) else f"; {len(records)} shown"
-        return f"group {group}: {_count(len(known), 'sample')}{describe_rewards(known)}{part}"
+        return f"{name}: {_count(len(known), 'sample')}{describe_rewards(known)}{part}"
     rewards = [reward for record in records if (reward := find_reward(record)) is not None]
-    return f"group {group}: {_count(len(records), 'sample')} shown{describe_rewards(rewards)}"
+    return f"{name}: {_count(len(records), 'sample')} shown{describe_rewards(rewards)}"
 
 
 def _show_record(one: Shown, palette: Palette) -> list[Text]:

@@ -57,7 +57,7 @@ class Estimate:
     ref_log_probs: tuple[float, ...] | None = None  # the reference policy
     loss_weights: tuple[float, ...] | None = None  # weight of the token in the loss; None = not known, as where a step has mini-batches
     importance_weights: tuple[float, ...] | None = None  # factor of the policy term; 0 = left out as too far off policy
-    group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group, its own among them: a file may hold some only
+    group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group and subgroup, its own too: a file may hold some
     turns: tuple[TurnEstimate, ...] | None = None  # one for each of Sample.turns; None = the algorithm compares no turns
 
     def to_dict(self) -> dict[str, Any]:

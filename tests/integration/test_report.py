@@ -128,6 +128,22 @@ def test_truncated_samples_have_a_gradient_where_they_are_not_masked():
     assert "The group has a gradient" in told and "2 of 2 samples were cut" in told and "3 samples, of which 2 were recorded" in told
 
 
+def test_each_subgroup_is_explained_by_itself(run: Path):
+    """In a match the rewards of a role are compared with those of that role, so that one may have a gradient and the other none."""
+    first = [create_record(k, 5, float(k == 0), (1.0, 0.0, -1.0)[k // 2], (1.0, 0.0, 0.0), subgroup="first") for k in (0, 2, 4)]
+    second = [create_record(k, 5, 1.0, 0.0, (1.0, 1.0, 1.0), subgroup="<b>") for k in (1, 3, 5)]
+    write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [record for pair in zip(first, second, strict=True) for record in pair])
+    page = render(read_report([run], max_tokens=0))
+    chunk, records = unpack(page, "index")["chunks"][2], unpack(page, "chunk-2")
+    assert chunk["groups"]["group 5, subgroup first"][0].startswith("Group 5, subgroup first has a gradient: advantages go from -1 to 1")
+    assert chunk["groups"]["group 5, subgroup <b>"][0].startswith("No gradient: all 3 rewards of group 5, subgroup <b> are 1")
+    assert not any("were recorded" in sentence for told in chunk["groups"].values() for sentence in told), "none is missing"
+    assert [(row[0], row[1], row[7]) for row in chunk["rows"]] == [
+        (5, k, f"group 5, subgroup {name}") for name, ks in (("<b>", (1, 3, 5)), ("first", (0, 2, 4))) for k in ks
+    ]
+    assert [(record["sample"], record["group"]) for record in records] == [(row[1], row[7]) for row in chunk["rows"]]
+
+
 @pytest.mark.parametrize(
     ("values", "sign", "verdict"),
     [

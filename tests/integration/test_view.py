@@ -242,6 +242,20 @@ def test_answers_of_a_group_stand_side_by_side(capsys, tmp_path: Path, tokenizer
     assert "x" * 20 in by_ids
 
 
+def test_subgroups_of_a_group_stand_by_themselves(capsys, tmp_path: Path, tokenizer_dir: Path):
+    first = make_answers(("3", "4"), (1.0, 0.0), (1.0, -1.0), subgroup="first")
+    second = [
+        replace(r, sample=replace(r.sample, index=r.sample.index + 2))
+        for r in make_answers("ab", (1.0, 1.0), (0.0, 0.0), subgroup="\x1b[1m")
+    ]
+    write_records(tmp_path / "f.jsonl", [first[0], second[0], first[1], second[1]])
+    for arguments in ((), ("--side-by-side",)):
+        out = see(capsys, tmp_path / "f.jsonl", "--tokenizer", tokenizer_dir, *arguments)
+        assert "\ngroup 5, subgroup first: 2 samples, reward mean 0.5" in out and "  Group 5, subgroup first has a gradient" in out
+        assert "\ngroup 5, subgroup \\x1b[1m: 2 samples, reward 1 in all\n  No gradient: all 2 rewards of group 5, subgroup " in out
+        assert "were recorded" not in out
+
+
 def test_episodes_stand_side_by_side_step_by_step(capsys, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "140")
     write_records(tmp_path / "f.jsonl", episode_records())

@@ -4,7 +4,7 @@
 const LIST_MOST = 300;
 
 function listRows(report) {
-  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5], clipped: row[6] })));
+  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5], clipped: row[6], within: row[7] })));
 }
 
 async function loadChunk(report, id) {
@@ -68,8 +68,8 @@ async function drawRollouts(report, state, change) {
   const extend = () => {
     more.remove();
     for (const row of found.slice(shown, shown + LIST_MOST)) {
-      const group = `${row.step}/${row.group}`;
-      if (!state.order && group !== lastGroup) list.append(make("div", { class: "group" }, `step ${row.step}, group ${row.group}`));
+      const group = `step ${row.step}, ${row.within}`;
+      if (!state.order && group !== lastGroup) list.append(make("div", { class: "group" }, show(group)));
       lastGroup = group;
       list.append(make("button", { type: "button", class: "row", "data-row": nameOf(row), "aria-label": `sample ${row.sample}, reward ${number(row.reward)}`, on: { click: () => change({ pick: nameOf(row) }, true, () => pick(row)) } },
         make("span", {}, `#${row.sample}`), make("span", { class: "reward" }, number(row.reward)), make("span", { class: "preview" }, (state.order === "clipped" && row.clipped ? `${row.clipped} clipped: ` : "") + show(row.preview || `(${row.status})`))));
@@ -98,13 +98,13 @@ async function drawRollouts(report, state, change) {
 
 function drawGroup(report, row, records, key) {
   const chunk = report.chunks[row.chunk];
-  const members = records.filter((record) => record.group === row.group);
+  const members = records.filter((record) => record.group === row.within);
   const most = largest(records.map((record) => record.tokens), key);
   const chosen = records[row.at];
-  const top = make("div", { class: "sheet" }, make("h2", {}, `step ${row.step}, group ${row.group}`), ...(chunk.groups[String(row.group)] || []).map((text) => make("p", { class: "explain" }, show(text))), drawPrompt(chosen), legend(key, report.columns, most));
+  const top = make("div", { class: "sheet" }, make("h2", {}, show(`step ${row.step}, ${row.within}`)), ...(chunk.groups[row.within] || []).map((text) => make("p", { class: "explain" }, show(text))), drawPrompt(chosen), legend(key, report.columns, most));
   const others = members.filter((record) => record !== chosen);
   const parts = [top, drawRecord(report, chosen, key, most, true)];
-  if (others.length) parts.push(make("h2", {}, `The other ${others.length} of the group, side by side`), make("div", { class: "side" }, ...others.map((record) => drawRecord(report, record, key, most, false))));
+  if (others.length) parts.push(make("h2", {}, `The other ${others.length} of the ${row.within === `group ${row.group}` ? "group" : "subgroup"}, side by side`), make("div", { class: "side" }, ...others.map((record) => drawRecord(report, record, key, most, false))));
   return parts;
 }
 
