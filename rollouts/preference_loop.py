@@ -95,7 +95,7 @@ async def prepare_preferences(
         batch = collate_pairs(cast("Sequence[PreferencePair]", rows), parts.pad_id)
     else:
         answers = [replace(cast("Sample", row), group_index=i, index=i) for i, row in enumerate(rows)]
-        batch = collate_samples(answers, pad_id=parts.pad_id)
+        batch = replace(collate_samples(answers, pad_id=parts.pad_id), kept=None)  # likelihoods of texts, whatever they were drawn from
     if objective.needs_reference and batch.ref_log_probs is None:
         assert parts.reference is not None, "check_preferences admits pairs without log-probs only with a reference"
         scored = submit_forward(parts.reference, batch, select_log_probs, max_tokens_per_microbatch=max_tokens)

@@ -78,7 +78,7 @@ async def evaluate_sft(
     check_samples(samples, find_limits(backend), "held-out sample")
     total, num_tokens = 0.0, 0.0
     for start in range(0, len(trained), _EVALUATED_AT_ONCE):
-        batch = collate_samples(trained[start : start + _EVALUATED_AT_ONCE], pad_id=pad_id)
+        batch = replace(collate_samples(trained[start : start + _EVALUATED_AT_ONCE], pad_id=pad_id), kept=None)  # over all tokens
         pending = submit_forward(backend, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch)
         log_probs, mask = (await pending.result()).double(), batch.loss_mask.double()
         total -= float(torch.where(mask > 0, log_probs * mask, 0.0).sum())
@@ -146,7 +146,7 @@ async def run_sft_training(
             rows = select_sft_rows(samples, step, config.batch_size, config.seed)
             if isinstance(samples, LazyRows):
                 check_samples(rows, find_limits(backend))
-            batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout)
+            batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout, kept=None)  # the likelihood is that of all tokens
             pending = submit_optimizer_step(
                 backend,
                 batch,

@@ -268,6 +268,10 @@ class RoutedExperts:
         return cls(data=b64decode(data["data"]), num_routers=data["num_routers"], top_k=data["top_k"])
 
 
+def _count_ids(counts: tuple[int, ...]) -> int:
+    return sum(counts) + counts.count(-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeptTokens:
     """Sets of token ids that top-p, top-k and min-p left where each token of a row was drawn: the distribution is the softmax over its set.
@@ -277,28 +281,39 @@ class KeptTokens:
     """
 
     data: bytes = b""  # the ids of all sets behind each other, int32, little-endian, rising in each set
-    counts: tuple[int, ...] = ()  # ids in the set of each token; 0 = the whole vocabulary, or a token that was not drawn
+    counts: tuple[int, ...] = ()  # ids in the set of each token; 0 = the whole vocabulary; -1 = the token was not drawn
 
     def __post_init__(self) -> None:
-        found, told = len(self.data), 4 * sum(self.counts)
-        assert found == told and min(self.counts, default=0) >= 0, f"data has {found} bytes, expected {told} for the counts {self.counts}"
+        found, told = len(self.data), 4 * _count_ids(self.counts)
+        assert min(self.counts, default=0) >= -1, f"counts has {min(self.counts)}, expected numbers of ids, 0 or -1"
+        assert found == told, f"data has {found} bytes, expected {told} for the counts {self.counts}"
 
     def __len__(self) -> int:
         return len(self.counts)
 
     @classmethod
     def whole(cls, num_tokens: int) -> KeptTokens:
-        """Return the record of tokens that were drawn from the whole vocabulary, or not drawn."""
+        """Return the record of tokens that were drawn from the whole vocabulary."""
         return cls(counts=(0,) * num_tokens)
+
+    @classmethod
+    def undrawn(cls, num_tokens: int) -> KeptTokens:
+        """Return the record of tokens that were not drawn, such as those of a prompt."""
+        return cls(counts=(-1,) * num_tokens)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether any token was drawn from less than the whole vocabulary."""
+        return len(self.data) > 0
 
     def __add__(self, later: KeptTokens) -> KeptTokens:
         return KeptTokens(data=self.data + later.data, counts=self.counts + later.counts)
 
     def cut(self, start: int, end: int) -> KeptTokens:
         """Return the sets of the tokens from start on and before end."""
-        first = 4 * sum(self.counts[:start])
+        first = 4 * _count_ids(self.counts[:start])
         counts = self.counts[start:end]
-        return KeptTokens(data=self.data[first : first + 4 * sum(counts)], counts=counts)
+        return KeptTokens(data=self.data[first : first + 4 * _count_ids(counts)], counts=counts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON values, data in base64."""
@@ -340,7 +355,7 @@ class Sample:
     log_prob_kind: LogProbKind = "sampled"  # distribution of rollout_log_probs
     untempered_log_probs: tuple[float, ...] | None = None  # nats, of the whole policy at temperature 1; None = not asked for
     routed_experts: RoutedExperts | None = None  # experts of each token as the engine chose them; None = not recorded
-    kept_tokens: KeptTokens | None = None  # sets that truncated sampling drew each token from; None = not recorded
+    kept_tokens: KeptTokens | None = None  # sets that truncated sampling drew each token from; None = not recorded, or none was cut
     turns: tuple[Turn, ...] | None = None  # actions of an episode, in order; None = not an episode
     messages: tuple[Message, ...] | None = None  # the whole conversation; None = prompt and response are all of it
     action_messages: tuple[int, ...] | None = None  # places of the policy's actions in messages; None = see samples.find_actions

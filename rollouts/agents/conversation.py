@@ -26,7 +26,7 @@ from rollouts.agents.run import run_episode
 from rollouts.agents.setting import EpisodeSetting, create_conversation_format, open_conversation
 from rollouts.chat.formats import ConversationFormat
 from rollouts.chat.tokenize import Messages, parse_messages
-from rollouts.chat.transcript import Transcript, add_action, add_messages, begin_transcript
+from rollouts.chat.transcript import Transcript, add_action, add_messages, begin_transcript, find_kept
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.environments.protocol import EnvironmentFactory
 from rollouts.errors import GenerationError
@@ -156,7 +156,7 @@ class MultiTurnInferenceEngine:
             action.log_probs,
             action.versions,
             action.routed_experts,
-            action.kept_tokens,
+            find_kept(action.kept_tokens, len(action.tokens or ()), is_cut=action.truncated_sampling),
             text=action.text,
         )
         return replace(conversation, transcript=transcript, last=action)

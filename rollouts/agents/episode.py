@@ -12,7 +12,7 @@ from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.policies import ActionRequest, AgentAction, AgentPolicy
 from rollouts.agents.setting import EpisodeSetting, ask_environment, create_conversation_format, describe_observation, open_conversation
 from rollouts.chat.formats import ConversationFormat
-from rollouts.chat.transcript import Transcript, add_action, add_messages, begin_transcript, describe_turn, note_messages
+from rollouts.chat.transcript import Transcript, add_action, add_messages, begin_transcript, describe_turn, find_kept, note_messages
 from rollouts.data.samples import describe_sample
 from rollouts.environments.calls import open_environment, reset_environment, step_environment
 from rollouts.environments.observations import copy_json, find_non_json, observation_to_json, observation_to_messages
@@ -195,7 +195,7 @@ class Course:
             action.log_probs,
             action.versions,
             action.routed_experts,
-            action.kept_tokens,
+            find_kept(action.kept_tokens, len(action.tokens or ()), is_cut=action.truncated_sampling),
             text=action.text,
         )
         assert self._temperature in (None, action.temperature), f"temperatures {self._temperature} and {action.temperature} in one episode"
@@ -275,7 +275,7 @@ class Course:
             rollout_log_probs=transcript.log_probs,
             weight_versions=transcript.versions,
             routed_experts=transcript.routed_experts,
-            kept_tokens=transcript.kept_tokens,
+            kept_tokens=transcript.kept_tokens if transcript.kept_tokens is not None and transcript.kept_tokens.cuts else None,
             response="\n".join(step.raw_policy_output for step in steps),
             reward=None if failed else reward,
             status=_status_of(self._stop_reason, is_cut=is_cut),

@@ -19,17 +19,18 @@
 - Self-play gives the same policy to several roles. A role whose policy is not trained, such as a frozen opponent or a script, is left out
   of `trained`: it acts, and its samples are dropped.
 - The sample of a role has its tokens, turns and rewards alone, and Sample.subgroup is the role: advantages compare it with the samples of
-  the same role in the other matches of its prompt, whatever the estimator.
+  the same role in the other matches of its prompt.
 - Other trees of groups are made in the same way: `subgroup` of samples from a generate function of one's own, for example the number of the
   plan that workers carry out, is what they are compared within.
-- A role that reaches a limit of EpisodeConfig leaves, which ends the match: the others are given no further turn.
+- A role that reaches a limit of EpisodeConfig leaves, which ends the match: the others are given no further turn, and are TRUNCATED, too.
+- There are no greedy baselines (ReMax), and the estimators that compare within a group need at least two matches of a prompt.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -39,12 +40,12 @@ import trio
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.episode import Course, Episode
 from rollouts.agents.policies import AgentPolicy
-from rollouts.agents.setting import EpisodeSetting
+from rollouts.agents.setting import EpisodeSetting, observation_key
 from rollouts.data.samples import create_pending_group, describe_sample
 from rollouts.environments.calls import open_match_environment, reset_match, step_match
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep, MultiAgentEnvironment, MultiAgentFactory
 from rollouts.errors import ConfigError, DataError, EngineRequestError, EpisodeError, EpisodeInterrupted, SandboxError, raise_single_errors
-from rollouts.outcomes import Failure
+from rollouts.outcomes import EpisodeOutcome, Failure, StopReason
 from rollouts.types import Group, Prompt, Sample, Status
 
 _logger = logging.getLogger(__name__)
@@ -58,6 +59,9 @@ class MatchSetting:
     config: EpisodeConfig = field(default_factory=EpisodeConfig)  # limits of each role's part; timeout_s is that of the environment's calls
     seed: int = 0  # seed of environments and of sampling
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])  # arguments of the chat template
+    # observation before an action -> key, equal for equal states, and config of the environment: see EpisodeSetting
+    state_key: Callable[[Any], str | None] = observation_key
+    create_environment_config: Callable[[Prompt, int], EnvironmentConfig] | None = None
 
 
 class _Table:
@@ -78,14 +82,13 @@ class _Table:
             self._environment, config, self._roles, timeout_s=self._config.timeout_s, in_thread=self._config.in_thread
         )
 
-    async def sit_down(self, role: str) -> Any:
-        """Wait for a role's first turn, and return what it is shown."""
+    async def wait_turn(self, role: str) -> bool:
+        """Wait for a role's first turn. Returns False if the match has ended without one."""
         await self._wait(role)
-        if self._is_over:
-            raise DataError(
-                f"the match ended before the first turn of the role {role!r}{self._tell_leaver()}: its episode is empty. Let every role "
-                "act at least once, or leave the role out of those that are trained"
-            )
+        return not self._is_over
+
+    def look(self) -> Any:
+        """Return the observation of the role whose turn it is."""
         return self._observation
 
     async def act(self, role: str, action: Any) -> EnvironmentStep:
@@ -112,9 +115,6 @@ class _Table:
         """Return the text before a role's first observation."""
         return self._environment.get_prompt_prefix(role)
 
-    def _tell_leaver(self) -> str:
-        return "" if self.left is None else f", as {self.left!r} had reached a limit"
-
     async def _wait(self, role: str) -> None:
         while not self._is_over and self._turn != role:
             await self._changed.wait()
@@ -131,7 +131,7 @@ class _Seat:
         self._table, self._role = table, role
 
     async def reset(self, config: EnvironmentConfig) -> Any:
-        return await self._table.sit_down(self._role)
+        return self._table.look()
 
     async def step(self, action: Any) -> EnvironmentStep:
         return await self._table.act(self._role, action)
@@ -156,13 +156,14 @@ async def run_match(
         policies: policy of each role; one object may play several.
         pending: place in the group and Sample to fill, by role; None = those of a group with one match.
 
-    Returns: the episode of each role.
+    Returns: the episode of each role that has acted, with the role as subgroup of its sample.
     Raises: as run_episode, for any role.
     """
     places = pending or dict(zip(policies, enumerate(create_pending_group(prompt, len(policies))), strict=True))
     config = setting.config
     for attempt in count():
         courses: dict[str, Course] = {}
+        table: _Table | None = None
         try:
             with raise_single_errors():
                 async with open_match_environment(
@@ -173,8 +174,8 @@ async def run_match(
                         courses[role] = _create_course(policy, setting, prompt, places[role], _Seat(table, role))
                     await table.begin(_settings_of(setting, None).environment_config(prompt))
                     async with trio.open_nursery() as nursery:
-                        for role, course in courses.items():
-                            nursery.start_soon(_play, table, role, course)
+                        for role in policies:
+                            nursery.start_soon(_play, table, role, courses)
         except (EpisodeError, SandboxError, DataError, EngineRequestError) as error:
             may_retry = isinstance(error, EpisodeError | SandboxError)
             if may_retry and config.on_error == "retry" and attempt < config.max_retries:
@@ -186,14 +187,35 @@ async def run_match(
             for role in policies:
                 course = courses.setdefault(role, _create_course(policies[role], setting, prompt, places[role], None))
                 course.fail(failure, error)
-        return {role: replace(course.finish(), num_retries=attempt) for role, course in courses.items()}
+            table = None
+        episodes = _finish(courses, None if table is None else table.left)
+        return {
+            role: replace(episode, sample=replace(episode.sample, subgroup=role), num_retries=attempt) for role, episode in episodes.items()
+        }
     raise AssertionError("unreachable: the loop has no end")
 
 
-async def _play(table: _Table, role: str, course: Course) -> None:
-    """Play a role's part, and leave the table. A course that fails ends the match by its error."""
-    await course.run()
-    table.leave(role)
+async def _play(table: _Table, role: str, courses: dict[str, Course]) -> None:
+    """Play a role's part, and leave the table. A course that fails ends the match by its error; one without a turn is taken away."""
+    if await table.wait_turn(role):
+        await courses[role].run()
+        table.leave(role)
+    else:
+        del courses[role]
+
+
+def _finish(courses: Mapping[str, Course], left: str | None) -> dict[str, Episode]:
+    """Return the episodes. Where a role left at a limit, the others were cut as well."""
+    episodes = {role: course.finish() for role, course in courses.items()}
+    if left is None or episodes[left].sample.status is not Status.TRUNCATED:
+        return episodes
+    reason = episodes[left].stop_reason
+    for role, episode in episodes.items():
+        if episode.stop_reason is StopReason.DONE:
+            outcome = replace(episode.outcome, stop_reason=reason)
+            sample = replace(episode.sample, status=Status.TRUNCATED, episode=outcome)
+            episodes[role] = replace(episode, sample=sample, outcome=outcome)
+    return episodes
 
 
 def _create_course(policy: AgentPolicy, setting: MatchSetting, prompt: Prompt, place: tuple[int, Sample], seat: _Seat | None) -> Course:
@@ -208,6 +230,8 @@ def _settings_of(setting: MatchSetting, seat: _Seat | None) -> EpisodeSetting:
         config=replace(setting.config, timeout_s=None, in_thread=False),
         seed=setting.seed,
         template_kwargs=setting.template_kwargs,
+        state_key=setting.state_key,
+        create_environment_config=setting.create_environment_config,
     )
 
 
@@ -269,7 +293,7 @@ class MatchGenerateFn:
                 self._counts[f"num_episodes_failed_{failed[0].value}"] += 1
             self._counts["num_episodes_retried"] += any(episode.num_retries > 0 for episode in episodes.values())
             for j, role in enumerate(self._trained):
-                frame[first + j] = replace(episodes[role].sample, subgroup=role)
+                frame[first + j] = episodes[role].sample if role in episodes else self._miss(places[role][1], role)
 
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
@@ -279,6 +303,18 @@ class MatchGenerateFn:
                         nursery.start_soon(play, match)
         _logger.debug("%d matches of %s", n // num_roles, describe_sample(frame[0]))
         return tuple(frame)
+
+    def _miss(self, pending: Sample, role: str) -> Sample:
+        """Return a failed sample of a role that never acted. Raises DataError unless such matches are dropped."""
+        error = DataError(
+            f"a match of prompt {pending.group_index} ended before the first turn of the role {role!r}, so it cannot be trained: "
+            "let every trained role act at least once, leave it out of `trained`, or drop such matches (EpisodeConfig(on_error='drop'))"
+        )
+        if self._setting.config.on_error != "drop":
+            raise error
+        self._counts[f"num_episodes_failed_{Failure.DATA.value}"] += 1
+        outcome = EpisodeOutcome(stop_reason=StopReason.ERROR, failure=Failure.DATA, error=str(error))
+        return replace(pending, subgroup=role, status=Status.FAILED, episode=outcome)
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call, see EpisodeGenerateFn.take_counts; a match counts once."""

@@ -16,7 +16,7 @@ Without a format a transcript consists of messages alone, for policies that retu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.errors import DataError
@@ -34,7 +34,7 @@ class Transcript:
     log_probs: tuple[float, ...] | None = ()  # nats; 0 on tokens that were not sampled; None = unknown for some action
     versions: tuple[int, ...] | None = ()  # weight version that sampled each token; -1 on other tokens; None = unknown for some action
     routed_experts: RoutedExperts | None = None  # see Sample; None = not recorded for some action
-    kept_tokens: KeptTokens | None = None  # see Sample; None = not recorded for some action
+    kept_tokens: KeptTokens | None = field(default_factory=KeptTokens)  # see Sample; None = not recorded for some action
     turns: tuple[Turn, ...] = ()
     context_starts: tuple[int, ...] = ()  # first token of each context but the first; see Sample
     rendered: str = ""  # the template's text of the present context, up to the model's last or next answer
@@ -98,7 +98,7 @@ def add_action(
         log_probs: # [len(tokens)] nats; None = unknown.
         versions: # [len(tokens)] weight version of each token; None = unknown.
         routed_experts: experts of the context and of these tokens; None = not recorded.
-        kept_tokens: sets that these tokens were drawn from; None = not recorded.
+        kept_tokens: sets that these tokens were drawn from, KeptTokens.whole for the whole vocabulary; None = not recorded.
         text: text of the assistant message; None = the decoded tokens without their ending.
     """
     if conversation is None:
@@ -133,7 +133,7 @@ def append_sampled(
         log_probs=None if transcript.log_probs is None or log_probs is None else (*transcript.log_probs, *log_probs),
         versions=None if transcript.versions is None or versions is None else (*transcript.versions, *versions),
         routed_experts=_add_experts(transcript, routed_experts, count),
-        kept_tokens=_add_kept(transcript, kept_tokens),
+        kept_tokens=None if transcript.kept_tokens is None or kept_tokens is None else transcript.kept_tokens + kept_tokens,
         turns=(*transcript.turns, Turn(start=start, end=start + count)),
     )
 
@@ -196,10 +196,9 @@ def _add_experts(transcript: Transcript, found: RoutedExperts | None, count: int
     return whole if before is None else before.fill(whole)
 
 
-def _add_kept(transcript: Transcript, found: KeptTokens | None) -> KeptTokens | None:
-    """Return the sets of all tokens after an action; None if an action has none."""
-    before = KeptTokens.whole(len(transcript.tokens)) if not transcript.turns else transcript.kept_tokens
-    return None if found is None or before is None else before + found
+def find_kept(recorded: KeptTokens | None, num_tokens: int, *, is_cut: bool) -> KeptTokens | None:
+    """Return the sets that an action was drawn from: the recorded ones, or the whole vocabulary for each token if it was not cut."""
+    return KeptTokens.whole(num_tokens) if recorded is None and not is_cut else recorded
 
 
 def append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
@@ -212,5 +211,5 @@ def append_given(transcript: Transcript, tokens: Sequence[int]) -> Transcript:
         log_probs=None if transcript.log_probs is None else transcript.log_probs + (0.0,) * count,
         versions=None if transcript.versions is None else transcript.versions + (-1,) * count,
         routed_experts=None if transcript.routed_experts is None else transcript.routed_experts.take(len(transcript.tokens) + count),
-        kept_tokens=None if transcript.kept_tokens is None else transcript.kept_tokens + KeptTokens.whole(count),
+        kept_tokens=None if transcript.kept_tokens is None else transcript.kept_tokens + KeptTokens.undrawn(count),
     )

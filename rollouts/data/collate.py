@@ -140,7 +140,7 @@ def collate_samples(samples: Sequence[Sample], pad_id: int = 0, *, require_rewar
         segment_mask=_segment_mask(samples) if any(s.segment_versions is not None for s in samples) else None,
         weight_versions=_optional_column(samples, "weight_versions", -1, torch.int64),
         routed_experts=_collate_experts(samples, width) if with_experts else None,
-        kept=_collate_kept(samples, width) if any(s.kept_tokens is not None for s in samples) else None,
+        kept=_collate_kept(samples, width) if any(s.kept_tokens is not None and s.kept_tokens.cuts for s in samples) else None,
         temperatures=None if all(t == 1.0 for t in temperatures) else torch.tensor(temperatures, dtype=torch.float32),
         context_ids=collate_context_ids(samples, width) if any(s.context_starts for s in samples) else None,
         turns=collate_turns(samples, width) if any(s.turns is not None for s in samples) else None,
@@ -183,7 +183,7 @@ def _collate_experts(samples: Sequence[Sample], width: int) -> Tensor | None:
 def _collate_kept(samples: Sequence[Sample], width: int) -> KeptSets:
     """Return the sets that tokens were drawn from; the whole vocabulary in samples without a record. Raises DataError."""
     records = [sample.kept_tokens or KeptTokens.whole(len(sample.tokens)) for sample in samples]
-    counts = _pad_rows([record.counts for record in records], 0, torch.int64)
+    counts = _pad_rows([record.counts for record in records], 0, torch.int64).clamp(min=0)
     ends = counts.flatten().cumsum(0).view(counts.shape)
     ids = torch.frombuffer(bytearray(b"".join(record.data for record in records)) or bytearray(4), dtype=torch.int32)
     drawn = _pad_rows([sample.tokens for sample in samples], 0, torch.int64)

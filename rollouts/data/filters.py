@@ -33,7 +33,8 @@ def group_rewards(group: Group) -> list[float]:
 
 
 def check_reward_nonzero_std(group: Group, min_std: float = 0.0) -> bool:
-    """Keep groups whose rewards differ, so that group-relative advantages are not all 0: population std > min_std.
+    """Keep groups whose rewards differ, so that group-relative advantages are not all 0: population std > min_std. Of a group with
+    subgroups, whose samples are compared with their like alone, in one of them.
 
     A group of one has std 0 and is refused (False, not NaN). With min_std 0 rewards are compared for equality, so rounding in the
     mean of equal rewards cannot pass for a difference.
@@ -45,7 +46,14 @@ def check_reward_nonzero_std(group: Group, min_std: float = 0.0) -> bool:
     """
     assert min_std >= 0, f"min_std is {min_std}, expected at least 0"
     rewards = group_rewards(group)
-    if not rewards or min(rewards) == max(rewards):
+    compared: dict[str | None, list[float]] = {}
+    for sample, reward in zip(group, rewards, strict=True):
+        compared.setdefault(sample.subgroup, []).append(reward)
+    return any(_differ(some, min_std) for some in compared.values())
+
+
+def _differ(rewards: list[float], min_std: float) -> bool:
+    if min(rewards) == max(rewards):
         return False
     mean = math.fsum(rewards) / len(rewards)
     return min_std == 0 or math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)) > min_std

@@ -62,7 +62,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_id: int = 0) -> TrainBatc
         for i, pair in enumerate(pairs)
         for k, (sample, reward) in enumerate(((pair.chosen, pair.margin), (pair.rejected, 0.0)))
     ]
-    batch = collate_samples(rows, pad_id=pad_id)
+    batch = replace(collate_samples(rows, pad_id=pad_id), kept=None)  # likelihoods of texts, whatever they were drawn from
     known = [pair.ref_log_probs for pair in pairs if pair.ref_log_probs is not None]
     if len(known) < len(pairs):
         return batch
@@ -76,16 +76,16 @@ def rank_rollouts(samples: Sequence[Sample], *, min_difference: float = 0.0) -> 
     """Pair the best answer of each group with its worst: online preferences from rollouts and the rewards that they got.
 
     Args:
-        samples: answers with rewards, such as RolloutBatch.samples; those of one prompt share their group_index. Answers that are not
-            trainable (baselines), or have no trained token, are left out.
+        samples: answers with rewards, such as RolloutBatch.samples; those of one prompt share their group_index, and subgroup if any.
+            Answers that are not trainable (baselines), or have no trained token, are left out.
         min_difference: least difference of the two rewards; a group with equal rewards never makes a pair.
 
     Returns: at most one pair for each group, in the order of the groups; of equal rewards the first sample.
     """
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[tuple[int, str | None], list[Sample]] = {}
     for sample in samples:
         if sample.reward is not None and sample.trainable and any(mask > 0 for mask in sample.loss_mask):
-            groups.setdefault(sample.group_index, []).append(sample)
+            groups.setdefault((sample.group_index, sample.subgroup), []).append(sample)
     pairs: list[PreferencePair] = []
     for group in groups.values():
         best, worst = (choose(group, key=lambda sample: cast("float", sample.reward)) for choose in (max, min))

@@ -211,12 +211,13 @@ def _append_untempered(start: Sample, completion: Completion) -> tuple[float, ..
 
 
 def _append_kept(start: Sample, completion: Completion) -> KeptTokens | None:
-    """Return the sets that all tokens were drawn from; None if a part that was drawn from a cut distribution has none."""
+    """Return the sets that all tokens were drawn from; None if no part has any, or one that was drawn from a cut distribution has none."""
     before, found = start.kept_tokens, completion.kept_tokens
     if (before is None and start.truncated_sampling) or (found is None and completion.truncated_sampling) or (before is found is None):
         return None
-    whole = KeptTokens.whole
-    return (before or whole(len(start.tokens))) + (found or whole(completion.output_len))
+    if before is None:
+        before = KeptTokens(counts=tuple(0 if mask > 0 else -1 for mask in start.loss_mask))
+    return before + (found or KeptTokens.whole(completion.output_len))
 
 
 def _append_experts(start: Sample, completion: Completion) -> RoutedExperts | None:

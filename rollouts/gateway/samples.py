@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from rollouts.chat.transcript import Transcript, append_given, append_sampled
+from rollouts.chat.transcript import Transcript, append_given, append_sampled, find_kept
 from rollouts.gateway.sessions import Answer
 from rollouts.outcomes import EpisodeOutcome, EpisodeStep, StopReason
 from rollouts.types import Message, Sample, Status, change
@@ -76,7 +76,7 @@ def _to_sample(contexts: Sequence[tuple[Answer, ...]], pending: Sample, status: 
         rollout_log_probs=transcript.log_probs,
         weight_versions=transcript.versions,
         routed_experts=transcript.routed_experts,
-        kept_tokens=transcript.kept_tokens,
+        kept_tokens=transcript.kept_tokens if transcript.kept_tokens is not None and transcript.kept_tokens.cuts else None,
         response="\n".join(answer.text for answer in answers),
         status=status,
         temperature=answers[0].temperature,
@@ -101,8 +101,9 @@ def _add_context(transcript: Transcript, context: Sequence[Answer]) -> Transcrip
                 given = (*answer.parent.collect_context(), *given)
         messages = answer.added or ((Message(role="user", content=answer.prompt_text),) if not answer.messages else ())
         transcript = change(append_given(transcript, given), messages=(*transcript.messages, *messages))
+        kept = find_kept(answer.kept_tokens, len(answer.tokens), is_cut=answer.truncated_sampling)
         transcript = append_sampled(
-            transcript, answer.tokens, answer.log_probs, answer.versions, answer.routed_experts, answer.kept_tokens, text=answer.text
+            transcript, answer.tokens, answer.log_probs, answer.versions, answer.routed_experts, kept, text=answer.text
         )
     return transcript
 

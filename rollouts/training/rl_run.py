@@ -582,7 +582,7 @@ def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> No
     the whole distribution, as segment log-probs always are, and a ratio of the two would be meaningless.
     """
     cut = [sample for sample in select_trainable(samples) if sample.truncated_sampling]
-    unknown = [sample for sample in cut if sample.kept_tokens is None]
+    unknown = [sample for sample in cut if not _has_all_sets(sample)]
     if unknown and "rollout_log_probs" in algorithm.requires:
         raise DataError(
             f"{len(unknown)} of {len(samples)} samples (the first is sample {unknown[0].index}) were drawn with top_p, top_k or min_p, and "
@@ -596,6 +596,12 @@ def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> No
             "algorithm requires segment_log_probs, which engines compute over the whole distribution: set segment_wise to False, or sample "
             "with top_p=1, top_k=0 and min_p=0"
         )
+
+
+def _has_all_sets(sample: Sample) -> bool:
+    """Whether it is recorded what each trained token was drawn from."""
+    kept = sample.kept_tokens
+    return kept is not None and all(count >= 0 for count, mask in zip(kept.counts, sample.loss_mask, strict=True) if mask > 0)
 
 
 def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:

@@ -17,7 +17,10 @@ from rollouts.algorithms.presets import grpo
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RolloutConfig
 from rollouts.data.collate import collate_samples
+from rollouts.data.filters import check_reward_nonzero_std
+from rollouts.data.preference_pairs import rank_rollouts
 from rollouts.data.prompts import DataBuffer
+from rollouts.data.samples import create_pending_group, with_reward
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.environments.protocol import EnvironmentConfig
 from rollouts.errors import ConfigError, DataError, EnvironmentFault
@@ -86,13 +89,23 @@ async def test_a_role_at_its_limit_ends_the_match():
     log: list[Any] = []
     episodes = await run_match(SCRIPTS, setting_of(goal=9, log=log, config=EpisodeConfig(max_turns=2)), Prompt(content=""))
     assert [role for role, _ in log[1:-1]] == ["a", "b", "a", "b"]
-    assert episodes["a"].stop_reason is StopReason.MAX_TURNS
+    assert {episode.stop_reason for episode in episodes.values()} == {StopReason.MAX_TURNS}
+    assert {episode.sample.status for episode in episodes.values()} == {Status.TRUNCATED}, "b was cut, too"
     assert {len(episode.steps) for episode in episodes.values()} == {2}
 
 
-async def test_a_role_that_never_acts_is_told_by_name():
-    with pytest.raises(DataError, match=r"ended before the first turn of the role 'b'.*Let every role act"):
-        await run_match(SCRIPTS, setting_of(goal=1), Prompt(content=""))
+async def test_a_role_that_never_acts_has_no_episode_and_cannot_be_trained():
+    episodes = await run_match(SCRIPTS, setting_of(goal=1), Prompt(content=""))
+    assert list(episodes) == ["a"] and episodes["a"].sample.subgroup == "a"
+    frozen = create_match_generate_fn(SCRIPTS, setting_of(goal=1), trained=["a"])
+    assert len(await frozen(Prompt(content=""), 2)) == 2
+    both = create_match_generate_fn(SCRIPTS, setting_of(goal=1))
+    with pytest.raises(DataError, match=r"prompt 0 ended before the first turn of the role 'b'.*leave it out of `trained`, or drop"):
+        await both(Prompt(content=""), 2)
+    dropped = create_match_generate_fn(SCRIPTS, setting_of(goal=1, config=EpisodeConfig(on_error="drop")))
+    group = await dropped(Prompt(content=""), 2)
+    assert [sample.status for sample in group] == [Status.COMPLETED, Status.FAILED]
+    assert dropped.take_counts()["num_episodes_failed_data"] == 1
 
 
 @pytest.mark.parametrize(
@@ -155,6 +168,18 @@ async def test_each_role_is_compared_with_itself_alone():
         assert own.argmax() == paid.argmax()
 
 
+async def test_filters_and_pairs_compare_a_role_with_itself_alone():
+    group = await play_group()
+
+    def score(rewards: list[float]) -> tuple[Sample, ...]:
+        return tuple(with_reward(sample, reward) for sample, reward in zip(group, rewards, strict=True))
+
+    assert not check_reward_nonzero_std(score([1.0, -1.0] * 3)), "who begins always wins, so nothing is learned"
+    assert check_reward_nonzero_std(score([1.0, -1.0, 1.0, -1.0, -1.0, 1.0]))
+    pairs = rank_rollouts(score([1.0, 5.0, 0.0, 7.0, 0.5, 6.0]))
+    assert [(pair.chosen.subgroup, pair.chosen.reward, pair.rejected.reward) for pair in pairs] == [("a", 1.0, 0.0), ("b", 7.0, 5.0)]
+
+
 async def test_numbers_that_do_not_fit_and_unknown_roles_are_refused():
     with pytest.raises(ConfigError, match=r"n_samples_per_prompt is 5, but each match gives 2 samples \(a, b\)"):
         await play_group(5)
@@ -181,9 +206,10 @@ async def test_an_interrupted_match_is_played_again_and_finished_ones_are_kept()
                 await trio.sleep(0)
             await engine.abort()
         (half,) = results
-        assert {sample.status for sample in half} == {Status.PENDING}
-        assert await generate(Prompt(content=""), 4, partial=half) == whole
-        mixed = (*whole[:2], *half[2:])
+        assert Status.PENDING in {sample.status for sample in half}
+        again = await generate(Prompt(content=""), 4, partial=half)
+        assert [sample.tokens for sample in again] == [sample.tokens for sample in whole]
+        mixed = (*whole[:2], *create_pending_group(Prompt(content=""), 4)[2:])
         again = await generate(Prompt(content=""), 4, partial=mixed)
         assert [sample.tokens for sample in again] == [sample.tokens for sample in whole] and again[0] is whole[0]
 

@@ -21,8 +21,10 @@ from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.ranks.values import dump_value, load_value
 from rollouts.batches import plan_microbatches, select_rows
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.chat.transcript import Transcript, append_given, append_sampled, find_kept
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.collate import collate_samples
+from rollouts.data.preference_pairs import collate_pairs, rank_rollouts
 from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import completion_to_sample
 from rollouts.engines.fleet.fleet import EngineFleet
@@ -35,6 +37,7 @@ from rollouts.errors import DataError
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn, generate_group
 from rollouts.rl_loop import run_rl_training
+from rollouts.sft_loop import evaluate_sft
 from rollouts.testing import FakeEngine, create_tiny_model, script_answer
 from rollouts.training.rl_run import check_sampled_whole
 from rollouts.types import Completion, KeptTokens, Prompt, Sample, SamplingParams, TrainBatch
@@ -167,7 +170,7 @@ async def test_a_part_of_a_batch_has_the_sets_of_its_rows_alone():
     for rows in [*plan_microbatches(batch.lengths.tolist(), max_tokens=20), [4, 0]]:
         part = select_rows(batch, rows)
         assert part.kept is not None
-        assert len(part.kept.ids) == sum(sum(samples[row].kept_tokens.counts) for row in rows)
+        assert len(part.kept.ids) == sum(sum(max(0, count) for count in samples[row].kept_tokens.counts) for row in rows)
         torch.testing.assert_close(log_probs_of(backend, part), whole[rows, : part.tokens.shape[1]], atol=1e-6, rtol=0)
         sent = load_value(dump_value(part, names=True), names=True)
         assert torch.equal(sent.kept.ids, part.kept.ids) and torch.equal(sent.kept.counts, part.kept.counts)
@@ -198,12 +201,17 @@ async def test_parts_of_an_answer_keep_the_sets_of_each():
     assert keep_tokens(joined, 5).kept_tokens == first.kept_tokens
     half = completion_to_sample(Sample(), (3, 4), replace(first, finish_reason="abort"), "x")
     whole = completion_to_sample(half, (3, 4), rest, "xy")
-    assert whole.kept_tokens == KeptTokens.whole(2) + joined.kept_tokens
+    assert whole.kept_tokens == KeptTokens.undrawn(2) + joined.kept_tokens
     lost = completion_to_sample(half, (3, 4), replace(rest, kept_tokens=None), "xy")
     assert lost.kept_tokens is None, "a record of some of the drawn tokens is none"
     plain = replace(first, kept_tokens=None, truncated_sampling=False, finish_reason="abort")
     mixed = completion_to_sample(completion_to_sample(Sample(), (3, 4), plain, "x"), (3, 4), rest, "xy")
-    assert mixed.kept_tokens == KeptTokens.whole(7) + rest.kept_tokens
+    assert mixed.kept_tokens == KeptTokens.undrawn(2) + KeptTokens.whole(5) + rest.kept_tokens
+    check_sampled_whole((mixed,), grpo())
+    by_hand = completion_to_sample(Sample(), rest.input_tokens, rest, "xy")  # whose first part is made trainable without its sets
+    by_hand = replace(by_hand, loss_mask=(0.0, 0.0, *(1.0,) * (len(by_hand.tokens) - 2)))
+    with pytest.raises(DataError, match="did not record the sets"):
+        check_sampled_whole((by_hand,), grpo())
 
 
 async def test_sets_are_asked_for_where_an_engine_records_them_and_groups_of_a_fleet_have_them():
@@ -232,7 +240,7 @@ async def test_episodes_keep_the_sets_of_their_actions():
         setting = EpisodeSetting(environment_factory=Count, config=EpisodeConfig(max_turns=3), seed=1)
         sample = (await run_episode(policy, setting, Prompt(content=""))).sample
     assert sample.kept_tokens is not None and sample.turns is not None and len(sample.turns) > 1
-    drawn = [count > 0 for count in sample.kept_tokens.counts]
+    drawn = [count >= 0 for count in sample.kept_tokens.counts]
     assert drawn == [mask > 0 for mask in sample.loss_mask]
     backend = create_pytorch_backend(copy.deepcopy(model), lr=1e-3)
     for row in (replace(sample, reward=1.0), *split_turns(replace(sample, reward=1.0))):
@@ -240,6 +248,31 @@ async def test_episodes_keep_the_sets_of_their_actions():
         assert batch.rollout_log_probs is not None
         found = log_probs_of(backend, batch) * batch.loss_mask
         torch.testing.assert_close(found, batch.rollout_log_probs * batch.loss_mask, atol=2e-5, rtol=0)
+
+
+async def test_likelihoods_of_supervised_training_and_preferences_are_those_of_all_tokens():
+    model = create_model()
+    samples = await sample_some(model)
+    plain = [replace(sample, kept_tokens=None) for sample in samples]
+    losses = [(await evaluate_sft(create_pytorch_backend(copy.deepcopy(model), lr=1e-3), some))["eval_loss"] for some in (samples, plain)]
+    assert losses[0] == losses[1]
+    batch = collate_pairs(rank_rollouts([replace(sample, reward=float(i)) for i, sample in enumerate(samples)]))
+    assert batch.kept is None
+
+
+async def test_an_episode_whose_policy_cuts_in_one_action_alone_keeps_its_sets():
+    model = create_model()
+    transcript = append_given(Transcript(), (3, 4))
+    async with create_engine(model) as engine:
+        for params in (PARAMS.new(top_p=1.0), PARAMS):
+            found = await engine.generate(transcript.tokens, with_kept_tokens(params, engine))
+            kept = find_kept(found.kept_tokens, found.output_len, is_cut=found.truncated_sampling)
+            drawn = (found.output_tokens, found.output_log_probs, found.output_versions)
+            transcript = append_sampled(transcript, *drawn, None, kept, text="x")
+            transcript = append_given(transcript, (5,))
+    assert transcript.kept_tokens is not None and transcript.kept_tokens.cuts
+    signs = [min(max(count, -1), 1) for count in transcript.kept_tokens.counts]
+    assert signs == [-1] * 2 + [0] * 12 + [-1] + [1] * 12 + [-1]
 
 
 async def test_grpo_on_cut_samples_begins_at_a_ratio_of_one_and_without_the_sets_is_refused():

@@ -23,7 +23,7 @@ from rollouts.algorithms.logprobs import gather_log_probs
 from rollouts.data.model_limits import find_context_length, read_limits
 from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
 from rollouts.engines.inprocess.native import NativeModel, open_slots
-from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, sample_tokens
+from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, read_kept, sample_tokens
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
@@ -380,14 +380,15 @@ class InProcessEngine:
         with torch.inference_mode():
             tokens, log_probs, is_kept = sample_tokens(logits, rows, uniforms)
             untempered = gather_log_probs(logits, tokens).tolist() if any(r.params.untempered_log_probs for r in requests) else None
+        kept = read_kept(is_kept) if is_kept is not None and any(r.params.kept_tokens for r in requests) else None
         for i, (request, token, log_prob) in enumerate(zip(requests, tokens.tolist(), log_probs.tolist(), strict=True)):
             request.tokens.append(token)
             request.log_probs.append(log_prob)
             request.versions.append(self._weight_version)
             if untempered is not None and request.params.untempered_log_probs:
                 request.untempered.append(untempered[i])
-            if is_kept is not None and request.params.kept_tokens:
-                request.kept.append(b"" if request.params.greedy else is_kept[i].nonzero().to(torch.int32).cpu().numpy().tobytes())
+            if kept is not None and request.params.kept_tokens:
+                request.kept.append(kept[i])
             request.finish_reason = self._find_end(request, token)
 
     def _find_end(self, request: _Request, token: int) -> FinishReason | None:

@@ -92,6 +92,13 @@ def sample_tokens(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> Draws
     return Draws(tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1), scaled > -torch.inf if rows.truncates else None)
 
 
+def read_kept(is_kept: Tensor) -> list[bytes]:
+    """Return the ids of the tokens that are kept in each row # [R, V] bool, as int32 and rising; the device is waited for once."""
+    places = is_kept.nonzero().to(torch.int32).cpu().numpy()
+    bounds = places[:, 0].searchsorted(np.arange(1, len(is_kept)))
+    return [ids.tobytes() for ids in np.split(places[:, 1], bounds)]
+
+
 class UniformStream:
     """Uniform numbers of one request: number t belongs to its token t, independent of the rest of the batch."""
 
