@@ -18,6 +18,7 @@ from integration.settings.paths import has_moved, with_absolute_paths
 from integration.tasks.data_marks import (
     ROWS_FILE,
     DataMarks,
+    LineMarks,
     compare_data,
     find_changed_settings,
     mark_data,
@@ -152,7 +153,7 @@ def prepare_directory(
         CheckpointError if it has checkpoints but none is intact; OutputError if it cannot be written.
     """
     config = with_absolute_paths(config)
-    marks = mark_data(config)
+    marks = mark_data(replace(config, output_dir=str(output_dir)))
     inputs = RunInputs(data=marks.files, settings=mark_settings(config, may_change))
     if not any(has_checkpoints(directory) for directory in checkpoint_dirs):
         aside = _move_aside(output_dir)
@@ -177,7 +178,7 @@ def prepare_directory(
     for name, (before, after) in differing:
         tell(f"{name}: {before!r} is no longer there, and {after!r} is taken in its place")
     save_config(replace(config, output_dir=str(output_dir)), output_dir / CONFIG_FILE)
-    replace_file(output_dir / ROWS_FILE, write_lines(marks.lines))
+    replace_file(output_dir / ROWS_FILE, write_lines({**_lines_of(output_dir, state), **marks.lines}))
     for problem in (problem for directory in checkpoint_dirs for problem in find_damaged(directory)):
         tell(f"warning: a checkpoint is passed over, and the steps behind the one before it are trained again: {problem}")
     gap = truncate_log(output_dir / METRICS_FILE, 0 if state is None else state.metrics_bytes or 0)
@@ -186,6 +187,13 @@ def prepare_directory(
         known = read_facts(output_dir)
         write_facts(output_dir, known | {"metrics_gaps": [*known.get("metrics_gaps", ()), gap]})
     return inputs
+
+
+def _lines_of(output_dir: Path, state: RunState | None) -> dict[str, LineMarks]:
+    """Return the known marks of the lines of the checkpoint's data, with which the next resumed run compares if this one saves nothing."""
+    inputs = None if state is None else state.inputs
+    hashes = set[str]() if inputs is None else {mark.hash for mark in inputs.data.values()}
+    return {found: lines for found, lines in read_lines(output_dir / ROWS_FILE).items() if found in hashes}
 
 
 def _check_inputs(

@@ -1,8 +1,12 @@
 """Marks of the files of a run's data: their sizes and hashes, and a checksum of each line, by which a resumed run names what has changed.
 
+Files are marked that the run reads rows from: of a folder those of its split, not what lies beside them. Files in the run's own output
+directory have no mark, and neither have data sets of the hub: their name, with its revision, is a setting, which a resumed run compares.
+
 The hash is BLAKE2b of the content (16 bytes, in hex). Of a file beyond 256 MiB it is that of 64 pieces of 256 KiB at equal distances, the
-first and the last bytes among them, and no line is marked: a change between two pieces is seen only if it changes the size. Streamed files
-are marked alike. Data sets of the hub have no mark: their name, with its revision, is a setting, which a resumed run compares anyway.
+first and the last bytes among them, and no line is marked: a change between two pieces is seen only if it changes the size. At most about
+1 GiB is read in all: of data for which that is not enough, every file is hashed by pieces, fewer and smaller ones the more files there are
+(10,000 files: two of 53 KiB each), and their sizes stand before the hash. Streamed files are marked alike.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ from typing import Any
 from integration.expressions.mixture import parse_mixture
 from integration.settings.paths import PATHS
 from rollouts.config_files import to_dict
-from rollouts.data.rows.files import HUB_PREFIX
+from rollouts.data.datasets import DatasetSpec
+from rollouts.data.rows.files import HUB_PREFIX, list_row_files
 from rollouts.errors import DataError
 from rollouts.training.run_state import FileMark, RunInputs
 
@@ -29,6 +34,8 @@ ROWS_FILE = "data_rows.json"
 """File of a run with the checksums of lines; without it a change is noticed, but no line is named."""
 WHOLE_BYTES = 256 << 20
 _PIECES, _PIECE_BYTES = 64, 256 << 10
+_ALL_BYTES = 1 << 30  # read of all files together
+_LEAST_PIECE = 4 << 10
 _MOST_MARKS = 1 << 16  # checksums of one file; beyond, each is that of 2, 4, 8, ... lines
 _LINES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 _MOST_NAMED = 5
@@ -67,54 +74,82 @@ class LineMarks:
 
 @dataclass(frozen=True, kw_only=True)
 class DataMarks:
-    """Marks of all files of a run's data, by setting and file."""
+    """Marks of all files of a run's data: `files` by setting and file, `lines` by content."""
 
     files: Mapping[str, FileMark]
-    lines: Mapping[str, LineMarks]  # files that have lines and are not too large
+    lines: Mapping[str, LineMarks]  # by hash of the file; of files that have lines and are not too large
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Pieces of a file that are hashed in place of the whole."""
+
+    whole_bytes: int  # files up to this size are hashed whole
+    count: int  # at least 2
+    num_bytes: int  # bytes of each piece
+    label: str  # stands before the hash, so that hashes of other pieces are not compared with it
 
 
 def mark_data(config: Any) -> DataMarks:
     """Read the files that the settings of the sections data and preference name. Raises DataError for one that cannot be read."""
     files: dict[str, FileMark] = {}
     lines: dict[str, LineMarks] = {}
-    for name, path in list_data_files(config):
+    listed = list(list_data_files(config))
+    sizes = [_read_size(name, path) for name, path in listed]
+    pieces = _plan_pieces(sizes)
+    for name, path in listed:
         try:
-            files[name], of_lines = _mark_file(path)
+            files[name], of_lines = _mark_file(path, pieces)
         except OSError as error:
             raise DataError(f"{path} ({name}) cannot be read: {error}") from error
         if of_lines is not None:
-            lines[name] = of_lines
+            lines[files[name].hash] = of_lines
     return DataMarks(files=files, lines=lines)
 
 
 def list_data_files(config: Any) -> Iterator[tuple[str, Path]]:
-    """Yield (setting and file, path) of each file of the data; of a folder all files that are not hidden."""
+    """Yield (setting and file, path) of each file that rows are read from; of a folder those of its split. None in config.output_dir."""
     section = config.data
     named = {f"data.{field}": getattr(section, field, None) for field in ("path", "eval_path", "rollouts")}
     pairs = getattr(config, "preference", None)
     named |= {f"preference.{field}": getattr(pairs, field, None) for field in ("path", "eval_path")}
-    named |= {f"data.mixture[{k}]": spec.path for k, spec in enumerate(parse_mixture(getattr(section, "mixture", ())), start=1)}
-    for name, text in named.items():
-        if text is None or text.startswith(HUB_PREFIX):
+    sets = {name: DatasetSpec(path=path) for name, path in named.items() if path is not None}
+    sets |= {f"data.mixture[{k}]": spec for k, spec in enumerate(parse_mixture(getattr(section, "mixture", ())), start=1)}
+    output = None if config.output_dir is None else Path(config.output_dir).resolve()
+    for name, spec in sets.items():
+        if spec.path.startswith(HUB_PREFIX):
             continue
-        path = Path(text)
-        if not path.is_dir():
-            yield name, path
-            continue
-        for file in sorted(path.rglob("*")):
-            inner = file.relative_to(path)
-            if file.is_file() and not any(part.startswith(".") for part in inner.parts):
-                yield f"{name}/{inner.as_posix()}", file
+        path = Path(spec.path)
+        for file in list_row_files(path, split=spec.split, subset=spec.subset):
+            if output is None or not file.resolve().is_relative_to(output):
+                yield name if file == path else f"{name}/{file.relative_to(path).as_posix()}", file
 
 
-def _mark_file(path: Path) -> tuple[FileMark, LineMarks | None]:
+def _read_size(name: str, path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} ({name}) cannot be read: {error}") from error
+
+
+def _plan_pieces(sizes: Sequence[int]) -> Pieces:
+    """Plan what is read of each file, so that about _ALL_BYTES are read in all; a function of all sizes, not of the order of files."""
+    large = _PIECES * _PIECE_BYTES
+    if sum(size if size <= WHOLE_BYTES else large for size in sizes) <= _ALL_BYTES:
+        return Pieces(whole_bytes=WHOLE_BYTES, count=_PIECES, num_bytes=_PIECE_BYTES, label="")
+    count = max(2, min(_PIECES, _ALL_BYTES // (_PIECE_BYTES * len(sizes))))
+    num_bytes = max(_LEAST_PIECE, min(_PIECE_BYTES, _ALL_BYTES // (count * len(sizes))))
+    return Pieces(whole_bytes=count * num_bytes, count=count, num_bytes=num_bytes, label=f"{count}x{num_bytes}:")
+
+
+def _mark_file(path: Path, pieces: Pieces) -> tuple[FileMark, LineMarks | None]:
     size, found = path.stat().st_size, hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        if size > WHOLE_BYTES:
-            for k in range(_PIECES):
-                file.seek(k * (size - _PIECE_BYTES) // (_PIECES - 1))
-                found.update(file.read(_PIECE_BYTES))
-            return FileMark(size=size, hash=found.hexdigest()), None
+        if size > pieces.whole_bytes:
+            for k in range(pieces.count):
+                file.seek(k * (size - pieces.num_bytes) // (pieces.count - 1))
+                found.update(file.read(pieces.num_bytes))
+            return FileMark(size=size, hash=pieces.label + found.hexdigest()), None
         if path.suffix not in _LINES:
             while block := file.read(1 << 20):
                 found.update(block)
@@ -131,13 +166,13 @@ def _mark_file(path: Path) -> tuple[FileMark, LineMarks | None]:
 
 def write_lines(lines: Mapping[str, LineMarks]) -> str:
     """Return the content of ROWS_FILE."""
-    return json.dumps({"schema": 1, "files": {name: marks.to_dict() for name, marks in lines.items()}}) + "\n"
+    return json.dumps({"schema": 2, "lines": {found: marks.to_dict() for found, marks in lines.items()}}) + "\n"
 
 
 def read_lines(path: Path) -> dict[str, LineMarks]:
     """Read ROWS_FILE; empty if it is not there or damaged, which costs the names of the lines alone."""
     try:
-        return {name: LineMarks.from_dict(raw) for name, raw in json.loads(path.read_text(encoding="utf-8"))["files"].items()}
+        return {found: LineMarks.from_dict(raw) for found, raw in json.loads(path.read_text(encoding="utf-8"))["lines"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
@@ -147,7 +182,7 @@ def compare_data(before: Mapping[str, FileMark], known: Mapping[str, LineMarks],
 
     Args:
         before: marks of the checkpoint.
-        known: marks of the lines that these files had.
+        known: marks of the lines that these files had, by hash of the file.
 
     Returns: descriptions by setting and file; empty if nothing has changed.
     """
@@ -156,11 +191,18 @@ def compare_data(before: Mapping[str, FileMark], known: Mapping[str, LineMarks],
         now = after.files.get(name)
         if now is None:
             found[name] = f"{name} is no longer there"
-        elif now != mark:
+        elif now != mark and not _are_other_pieces(mark, now):
             sizes = f"{mark.size:,} bytes before, {now.size:,} now" if mark.size != now.size else f"{now.size:,} bytes, as before"
-            both = name in known and name in after.lines
-            found[name] = f"{name} has changed ({sizes})" + (f": {_describe_lines(known[name], after.lines[name])}" if both else "")
+            both = mark.hash in known and now.hash in after.lines
+            found[name] = f"{name} has changed ({sizes})" + (
+                f": {_describe_lines(known[mark.hash], after.lines[now.hash])}" if both else ""
+            )
     return found | {name: f"{name} is new" for name in after.files if name not in before}
+
+
+def _are_other_pieces(before: FileMark, after: FileMark) -> bool:
+    """Return whether two hashes are of other pieces of a file of the same size: unknown, not changed. Another file has changed, then."""
+    return before.size == after.size and before.hash.rpartition(":")[0] != after.hash.rpartition(":")[0]
 
 
 def _describe_lines(before: LineMarks, after: LineMarks) -> str:

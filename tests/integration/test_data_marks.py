@@ -19,6 +19,7 @@ from integration.verify.check_run import check_run
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.checkpoints import save_checkpoint
 from rollouts.training.run_state import RunInputs, RunState
+from tests.support import needs
 
 
 def rows(count: int) -> list[str]:
@@ -38,7 +39,7 @@ def config(*, output: Path | None = None, seed: int = 0, **data: object) -> Conf
 def changes(path: Path, before: list[str], after: list[str]) -> str:
     old = mark_data(config(path=str(write(path, before))))
     new = mark_data(config(path=str(write(path, after))))
-    known = {name: type(marks).from_dict(json.loads(json.dumps(marks.to_dict()))) for name, marks in old.lines.items()}
+    known = {found: type(marks).from_dict(json.loads(json.dumps(marks.to_dict()))) for found, marks in old.lines.items()}
     return compare_data(old.files, known, new).get("data.path", "")
 
 
@@ -72,6 +73,50 @@ def test_a_large_file_is_marked_by_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     assert compare_data(old.files, {}, mark_data(config(path=str(path))))
 
 
+def test_many_files_are_marked_within_a_budget_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data_marks, "_ALL_BYTES", 2000)
+    monkeypatch.setattr(data_marks, "_PIECE_BYTES", 50)
+    monkeypatch.setattr(data_marks, "_LEAST_PIECE", 10)
+    shards = [write(tmp_path / f"{k}.jsonl", rows(100)) for k in range(10)]
+    given = config(mixture=tuple(str(shard) for shard in shards))
+    pieces = data_marks._plan_pieces([shard.stat().st_size for shard in shards])
+    assert pieces.count * pieces.num_bytes * len(shards) <= 2000
+    old = mark_data(given)
+    assert not old.lines
+    assert compare_data(old.files, {}, mark_data(given)) == {}
+    write(shards[3], [*rows(99), "[" + " " * (len(rows(100)[-1]) - 2) + "]"])  # of the same size
+    assert list(compare_data(old.files, {}, mark_data(given))) == ["data.mixture[4]"]
+    write(shards[3], rows(100))
+    fewer = mark_data(config(mixture=tuple(str(shard) for shard in shards[:2])))  # other pieces of the files that are left
+    assert list(compare_data(old.files, {}, fewer)) == [f"data.mixture[{k}]" for k in range(3, 11)]
+
+
+def test_what_lies_beside_the_rows_of_a_folder_has_no_mark(tmp_path: Path):
+    folder = tmp_path / "data"
+    for name in ("train.jsonl", "test.jsonl", "README.md", "sub/train.jsonl", "run/train.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, rows(2))
+    assert set(mark_data(config(path=str(folder), output=folder / "run")).files) == {"data.path/train.jsonl"}
+    mixture = (f"{folder}(split='test')", f"{folder}(subset='sub')", f"{folder}(subset='run')")
+    found = mark_data(config(mixture=mixture, output=folder / "run"))
+    assert set(found.files) == {"data.mixture[1]/test.jsonl", "data.mixture[2]/sub/train.jsonl"}
+
+
+@needs.DATASETS
+def test_a_folder_of_datasets_is_marked_by_the_files_of_its_split(tmp_path: Path):
+    import datasets
+
+    one = datasets.Dataset.from_list([{"prompt": "1", "answer": "a"}])
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "many"))
+    one.save_to_disk(str(tmp_path / "one"))
+    found = set(mark_data(config(path=str(tmp_path / "many"), eval_path=str(tmp_path / "one"))).files)
+    assert {name for name in found if name.endswith(".arrow")} == {
+        "data.path/train/data-00000-of-00001.arrow",
+        "data.eval_path/data-00000-of-00001.arrow",
+    }
+    assert not [name for name in found if "/test/" in name]
+
+
 def test_folders_mixtures_and_the_hub(tmp_path: Path):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -80,7 +125,7 @@ def test_folders_mixtures_and_the_hub(tmp_path: Path):
     one = write(tmp_path / "one.jsonl", rows(2))
     found = mark_data(config(path=str(one), eval_path=str(folder)))
     assert set(found.files) == {"data.path", "data.eval_path/train.parquet"}
-    assert set(found.lines) == {"data.path"}
+    assert set(found.lines) == {found.files["data.path"].hash}
     found = mark_data(config(mixture=(f"{one}(repeat=2)", "hf://org/name")))
     assert set(found.files) == {"data.mixture[1]"}
     assert read_lines(write(tmp_path / "lines.json", [write_lines(found.lines)])) == dict(found.lines)
@@ -146,6 +191,16 @@ def test_changed_rows_are_refused_by_name_until_they_are_accepted(run: tuple[Pat
     start(*run, resume=True, told=told, accepts=True)
     assert "line 5 changed" in told[0]
     assert "the run goes on with it" in told[0]
+
+
+def test_lines_are_named_again_if_a_run_that_accepted_them_ended_without_a_checkpoint(run: tuple[Path, Config]):
+    for line in (5, 7):
+        write(run[0].parent / "train.jsonl", [*rows(line - 1), "{}", *rows(10)[line:]])
+        start(*run, resume=True, accepts=True)
+        with pytest.raises(DataError, match=f"line {line} changed"):
+            start(*run, resume=True)
+    write(run[0].parent / "train.jsonl", rows(10))
+    start(*run, resume=True)
 
 
 def test_changed_held_out_rows_are_a_warning(run: tuple[Path, Config]):

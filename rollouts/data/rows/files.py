@@ -84,12 +84,29 @@ def find_rows(path: str, *, split: str | None = None, subset: str | None = None)
             raise DataError(f"{file} is a file; split {split!r} and subset {subset!r} are for folders: leave them out")
         return _of_file(file)
     folder, split = file / (subset or ""), split or "train"
-    for suffix in _SUFFIXES:
-        if (folder / f"{split}{suffix}").is_file():
-            return _of_file(folder / f"{split}{suffix}")
+    found = _find_split(folder, split)
+    if found is not None:
+        return _of_file(found)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         return _of_dataset(str(folder), lambda hf: _choose_split(hf.load_from_disk(str(folder)), split, folder))
     raise DataError(f"{folder} has no {split}.jsonl, .json, .csv or .parquet and is no folder of datasets' save_to_disk: name a file in it")
+
+
+def list_row_files(path: Path, *, split: str | None = None, subset: str | None = None) -> list[Path]:
+    """List the files that find_rows reads for a path, which is not the name of a data set of the hub; [] where it finds none."""
+    if not path.is_dir():
+        return [path]
+    folder, split = path / (subset or ""), split or "train"
+    found = _find_split(folder, split)
+    if found is not None:
+        return [found]
+    saved = folder / split if (folder / "dataset_dict.json").exists() else folder
+    return sorted(file for file in saved.glob("*") if file.suffix == ".arrow" or file.name in ("state.json", "dataset_info.json"))
+
+
+def _find_split(folder: Path, split: str) -> Path | None:
+    """Find the file of rows of a split; None without one."""
+    return next((file for suffix in _SUFFIXES if (file := folder / f"{split}{suffix}").is_file()), None)
 
 
 def check_exists(path: str | Path | None, setting: str) -> None:
