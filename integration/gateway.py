@@ -45,7 +45,8 @@ in code, rollouts.open_gateway gives its training samples.
   --help                 this help
 
 example:
-  OPENAI_BASE_URL=http://127.0.0.1:8000/sessions/mine/v1 OPENAI_API_KEY=any python my_agent.py   # beside: {PROGRAM} DIR --port 8000"""
+  OPENAI_BASE_URL=http://127.0.0.1:8000/sessions/mine/v1 OPENAI_API_KEY=any python my_agent.py   # beside
+  {PROGRAM} DIR --port 8000"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from integration.settings.other_names import describe_unknown, explain_other_nam
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config import check_setting
-from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
+from rollouts.config_files import from_dict, load_config, read_json, to_dict
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
@@ -139,7 +139,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if mode is None:
         mode = read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl"
     if mode not in MODES:
-        raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)}")
+        raise ConfigError(f"unknown mode {mode!r}: expected one of {', '.join(MODES)}")
     if arguments.accept_changed_data and not arguments.resume:
         raise ConfigError("--accept-changed-data is about the data of an interrupted run: add --resume, or leave it out")
     if arguments.json and not arguments.dry_run:
@@ -185,7 +185,7 @@ def list_flags(config: Config) -> frozenset[str]:
     """Return the flags of all options of the command; a no- form of each, since parse_flags refuses those that there are not."""
     flags = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config)))}
     parts = [flag.removeprefix("--").rpartition(".") for flag in flags]
-    return frozenset({*flags, *(f"--{section}{dot}no-{last}" for section, dot, last in parts), "--help"})
+    return frozenset({*flags, *("--" + f"{section}{dot}no-{last}" for section, dot, last in parts), "--help"})
 
 
 def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:

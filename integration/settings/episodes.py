@@ -113,11 +113,11 @@ class AgentSection:
     chat: bool | None = None  # apply the chat template; None = only with a model of your own that has one
 
     def __post_init__(self) -> None:
-        from rollouts.gateway.processes import split_command  # imports trio, which the help does not need
-
         both = self.command is not None and self.function is not None
         check_setting(not both, "agent.function", self.function, "None beside agent.command: leave one of them out")
         if self.command is not None:
+            from rollouts.gateway.processes import split_command  # imports trio, which the help does not need
+
             split_command(self.command)
         for name in ("max_answers", "max_tokens", "max_programs"):
             value = getattr(self, name)

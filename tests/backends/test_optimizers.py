@@ -21,7 +21,7 @@ from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.jax.backend import create_jax_backend
 from rollouts.backends.optim.optimizers import ScheduledAdamWArguments, create_adamw_optimizer, create_rule
 from rollouts.backends.optim.schedules import create_scheduler
-from rollouts.config import OptimizerConfig
+from rollouts.config import BadNumbers, OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.testing import create_tiny_model
 
@@ -40,7 +40,7 @@ def steps(create):
 
 def test_what_a_configuration_says_of_an_optimizer_is_what_a_factory_takes():
     hints = get_type_hints(OptimizerConfig)
-    assert get_type_hints(ScheduledAdamWArguments) == hints | {"total_steps": int | None}
+    assert get_type_hints(ScheduledAdamWArguments) == hints | {"total_steps": int | None, "bad_numbers": BadNumbers}
     rule = create_rule(**vars(OptimizerConfig(lr=0.1, betas=(0.5, 0.6), eps=0.2, weight_decay=0.3, max_grad_norm=4.0, warmup_steps=4)))
     assert (rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.max_grad_norm) == (0.1, (0.5, 0.6), 0.2, 0.3, 4.0)
     assert [rule.schedule(step) for step in (0, 1, 3, 4, 99)] == [0.25, 0.5, 1.0, 1.0, 1.0]

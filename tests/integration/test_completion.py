@@ -63,7 +63,7 @@ def press_tab(script: Path, typed: str) -> str:
         ("vi\t", "view"),
         ("train --rl.optimizer.sch\t", "train --rl.optimizer.schedule"),
         ("train --rl.optimizer.schedule lin\t", "train --rl.optimizer.schedule linear"),
-        ("train --task grid\t --mode sft+\t", "train --task grid_world --mode sft+rl"),
+        ("train --task grid\t --mode sft+r\t", "train --task grid_world --mode sft+rl"),
         ("train --dry-run --lora.ra\t 8", "train --dry-run --lora.rank 8"),
         ("view --min\t 0.5", "view --min-reward 0.5"),
         ("completion zs\t", "completion zsh"),

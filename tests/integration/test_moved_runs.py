@@ -80,6 +80,8 @@ def test_a_run_that_was_moved_with_its_files_goes_on_with_their_new_place(projec
     project.rename(moved)
     monkeypatch.chdir(moved)
     assert main([*MORE, "run"]) == 2
+    assert f"{project / 'rows.jsonl'} does not exist" in capsys.readouterr().err
+    assert main([*MORE, "run", "--data.path", "rows.jsonl"]) == 2
     assert f"{project / 'm'}" in capsys.readouterr().err
     assert main([*MORE, "run", "--model.path", "m", "--data.path", "rows.jsonl", "--reward.function", "own.py:other"]) == 2
     assert "has no function 'other'" in capsys.readouterr().err

@@ -24,7 +24,11 @@ ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = [ROOT / path for path in ("rollouts/engines", "rollouts/testing/servers", "rollouts/sandbox")]
 FOREIGN_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--repo-type", "--weight-transfer-config", *MEMORY_ARGS}
 PLACEHOLDERS = {"--section.field", "--name", "--api"}  # the last one begins options of servers
-SPELLED_BY_CODE = ("integration/settings/option_effects.py", "integration/view/source.py")  # "--{}", where underscores become hyphens
+SPELLED_BY_CODE = (
+    "integration/settings/option_effects.py",
+    "integration/view/source.py",
+    "integration/gateway.py",
+)  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")
 
 

@@ -79,7 +79,8 @@ def test_recorded_rollouts_are_trained_on_as_they_are_and_a_stopped_run_goes_on(
     assert whole == half and len(whole) == 4
     write(folder / "rec.jsonl", [{**row, "reward": 1 - row["reward"]} for row in ROWS])
     assert main([*FLAGS.split(), "--rl.num-steps", "6", "--output-dir", "half", "--resume"]) != 0
-    assert "the recorded rollouts have the fingerprint" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "the data are not those of" in told and "--data.rollouts has changed" in told
 
 
 def test_a_run_on_recorded_rollouts_is_evaluated_on_problems_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -448,7 +448,7 @@ def test_places_that_hold_no_run_end_in_one_message(capsys, tmp_path: Path, monk
     for place in ("file", "file/below", "/proc/nowhere/run"):
         status, error = one_message(capsys, *SMALL, "--output-dir", place)
         assert status == 2, error
-        assert f"{place} cannot hold a run" in error and "choose another --output-dir" in error
+        assert f"{place} cannot hold a run" in error and re.search("choose (another|an) --output-dir", error)
     (tmp_path / "runs").write_text("")
     status, error = one_message(capsys, *SMALL)
     assert (status, "give --output-dir" in error) == (2, True)
@@ -733,7 +733,7 @@ def test_metrics_go_to_further_loggers(tmp_path: Path, monkeypatch: pytest.Monke
     ("logger", "message"),
     [
         ("wandb(project=3)", "found 3 .* expected a string in quotes"),
-        ("wandb('x', run=1)", "as 'run' of wandb, expected what cannot be written here"),
+        ("wandb('x', run=1)", "unknown argument 'run'.*It takes project='rollouts', name=None"),
         ("tensorboards('x')", "unknown logger 'tensorboards'.*[Kk]nown are jsonl, mlflow, tensorboard, trackio, wandb"),
         ("own.py:broken", "loggers own.py:broken returned a int, which has no log.. and no finish.."),
         ("own.py:kept", "own.py:kept needs the argument 'path'"),
