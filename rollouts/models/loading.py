@@ -119,8 +119,8 @@ def _advise_no_weights(directory: Path) -> str:
 
 
 def _find_checkpoint(directory: Path) -> Path | None:
-    found = sorted(directory.glob("rl/checkpoints/step_*")) or sorted(directory.glob("sft/checkpoints/step_*"))
-    return found[-1] if found else None
+    of_stages = (sorted(directory.glob(f"{stage}/checkpoints/step_*")) for stage in ("rl", "dpo", "sft"))  # the last stage first
+    return next((found[-1] for found in of_stages if found), None)
 
 
 def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Any:

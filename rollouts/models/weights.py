@@ -67,8 +67,11 @@ def find_weight_files(directory: Path) -> list[Path]:
 
 def explain_damage(path: Path, error: Exception) -> str:
     """Return what is wrong with a safetensors file that cannot be opened, and what to do."""
-    with path.open("rb") as file:
-        pointer = file.read(24) == b"version https://git-lfs."
+    try:
+        with path.open("rb") as file:
+            pointer = file.read(24) == b"version https://git-lfs."
+    except OSError as refused:
+        return f"{path} cannot be read ({refused.strerror or refused}): give this user the right to, or copy, download or export it again"
     if pointer:
         return f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` where it was cloned"
     return f"{path} is not a complete safetensors file: {error}. Copy, download or export it again"

@@ -132,6 +132,10 @@ def test_a_directory_that_is_not_a_model_is_refused_with_what_is_missing(tmp_pat
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="no weights"):
         check_model_directory(tmp_path)
+    for stage in ("sft", "dpo", "rl"):
+        (tmp_path / stage / "checkpoints" / "step_0009").mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"its newest model is .*/{stage}/checkpoints/step_0009"):
+            check_model_directory(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"123")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_hf_model(tmp_path)

@@ -24,7 +24,7 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.lora.adapters import adapters_off, add_adapters, copy_without_adapters, count_lora_parameters, linear_layers
 from rollouts.backends.lora.config import LoRAConfig
-from rollouts.backends.lora.files import fingerprint_base
+from rollouts.backends.lora.files import fingerprint_base, read_adapters
 from rollouts.backends.lora.reference import create_lora_reference
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import BackendError, CheckpointError, ConfigError
@@ -322,6 +322,13 @@ def test_adapters_of_other_sizes_are_refused_with_the_name_of_one(tmp_path: Path
         CheckpointError, match=rf"of other layers or sizes than this model's: {name} is \(48, 4\), expected \(64, 4\)\. Make"
     ):
         create_backend(create_tiny_model(seed=3)).load_checkpoint(tmp_path)
+
+
+def test_adapters_that_cannot_be_read_are_refused(tmp_path: Path):
+    (tmp_path / "adapter_model.safetensors").symlink_to(tmp_path / "removed")
+    model = create_backend(create_tiny_model(seed=3)).model
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read \(No such file or directory\): give this user"):
+        read_adapters(model, tmp_path)
 
 
 def test_a_checkpoint_of_whole_weights_is_refused_by_a_backend_with_adapters(tmp_path: Path):
