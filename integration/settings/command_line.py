@@ -17,10 +17,12 @@ import io
 import json
 import math
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -189,21 +191,43 @@ def list_flags(config: Config) -> frozenset[str]:
 
 
 def _find_unknown(argv: Sequence[str], config: Config) -> list[str]:
-    """Return the arguments that name no option of the command: unknown flags, and settings without hyphens."""
+    """Return the arguments that name no option of the command: unknown flags, and settings without hyphens.
+
+    As for tyro, a flag has a letter behind its hyphens: others, such as "---", are values.
+    """
     known = list_flags(config)
     names = [argument.partition("=")[0].replace("_", "-") for argument in argv]
-    return [argument for argument, name in zip(argv, names, strict=True) if name not in known and ("=" in argument or name[:2] == "--")]
+    return [
+        argument
+        for argument, name in zip(argv, names, strict=True)
+        if name not in known and (_is_flag(name) or ("=" in argument and name[:2] != "--"))
+    ]
+
+
+def _is_flag(name: str) -> bool:
+    return name[:2] == "--" and name.lstrip("-")[:1].isalpha()
+
+
+def _advise_equals(argv: Sequence[str], config: Config, flags: Sequence[str]) -> list[str]:
+    """Return how to write values that look like flags: those behind an option of text without a value."""
+    texts = {spell_option(name) for name, value in list_options(config) if value is None or isinstance(value, str | tuple)}
+    return [
+        f"  {value}: As a value of {flag} write {shlex.quote(f'{flag}={value}')}"
+        for flag, value in pairwise(argv)
+        if flag.replace("_", "-") in texts and value.partition("=")[0] in flags
+    ]
 
 
 def _refuse_unknown_flags(argv: Sequence[str], config: Config, program: str) -> None:
     """End the command if a flag names no option. tyro would read the descriptions of all options first, which takes half a second."""
     unknown = _find_unknown(argv, config)
-    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--") and argument != "--"]
+    flags = [argument.partition("=")[0] for argument in unknown if argument.startswith("--")]
     if flags:
         help_line = f"  {name_as_started(program)} --help lists the options"
         told = [
             describe_unknown(flags, [flag for flag in list_flags(config) if ".no-" not in flag]),
             *explain_other_names(unknown),
+            *_advise_equals(argv, config, flags),
             help_line,
         ]
         sys.stderr.writelines(f"{line}\n" for line in told)

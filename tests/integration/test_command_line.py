@@ -110,6 +110,18 @@ def test_similar_options_are_those_of_a_similar_whole_or_last_part_and_the_value
     ]
 
 
+@pytest.mark.parametrize("value", ["--- end", "---", "-- y", "--9", "a=b"])
+def test_a_value_that_begins_with_hyphens_is_one(value: str):
+    assert parse_command_line(["--generation.stop", value]).config.generation.stop == (value,)
+
+
+def test_a_value_that_looks_like_a_flag_is_written_behind_an_equals_sign(capsys: pytest.CaptureFixture[str]):
+    told = exit_message(["--generation.stop", "--end of"], capsys)
+    assert "--end of: As a value of --generation.stop write '--generation.stop=--end of'" in told
+    assert parse_command_line(["--generation.stop=--end of"]).config.generation.stop == ("--end of",)
+    assert "As a value" not in exit_message(["--quiet", "--seeed", "4"], capsys)
+
+
 def test_all_options_of_the_help_are_known():
     lines = [line.strip() for line in print_all_options().splitlines()]
     flags = {
