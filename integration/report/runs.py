@@ -22,7 +22,7 @@ from rollouts.training.summaries import find_warnings
 METRICS_FILE = "metrics.jsonl"
 STAGES = ("sft", "dpo", "rl", "reward_model")
 _FEWEST = 8  # steps below which no trend is judged
-_CLEAR = 2.0  # standard errors from which a difference is called one
+_CLEAR = 2.0  # standard errors from which a slope is called one
 
 Line = Mapping[str, Any]
 
@@ -183,10 +183,10 @@ def is_number(value: object) -> bool:
 
 
 def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
-    """Judge each stage: does its measure still improve, by its last steps against the same number before them?
+    """Judge each stage: does its measure still improve, by the slope over its last third?
 
-    The measure is the mean reward of rollouts in RL, and the loss otherwise. A difference of the two means counts from two standard errors
-    on (Welch), with the steps taken as independent; at most a quarter of the steps, and at least four, are on each side.
+    The measure is the mean reward of rollouts in RL, and the loss otherwise. A slope counts if the interval of two standard errors around
+    it does not hold 0, with the steps taken as independent.
     """
     verdicts: list[str] = []
     for stage, key, name, sign in (
@@ -209,27 +209,24 @@ def judge_trend(values: Sequence[float], name: str, sign: int) -> str:
         return (
             f"{len(values)} steps are too few to tell whether the {name} still improves (it went from {values[0]:.4g} to {values[-1]:.4g})"
         )
-    count = max(4, len(values) // 4)
-    late, early = values[-count:], values[-2 * count : -count]
-    difference = _mean(late) - _mean(early)
-    error = math.sqrt(_variance(late) / count + _variance(early) / count)
-    told = f"the {name} of the last {count} steps is {_mean(late):.4g}, of the {count} before {_mean(early):.4g}"
-    if abs(difference) <= _CLEAR * error or difference == 0:
-        chance = f"no more apart than chance ({_CLEAR:g} standard errors are {_CLEAR * error:.2g})"
-        return f"no longer clearly learning: {told}, {chance}; {describe_slope(values)}"
-    verdict = "still learning" if difference * sign > 0 else "getting worse"
-    return f"{verdict}: {told} (standard error {error:.2g}); {describe_slope(values)}"
+    n, slope, error = fit_slope(values)
+    interval = f"slope over the last {n} steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
+    if abs(slope) <= error or slope == 0:
+        return f"no longer clearly learning: the {name} has a {interval}, which holds 0"
+    verdict = "still learning" if slope * sign > 0 else "getting worse"
+    return f"{verdict}: the {name} has a {interval}, without 0"
 
 
-def describe_slope(values: Sequence[float]) -> str:
-    """Describe the least-squares slope of the last third of the values, at least six, by two standard errors around it."""
+def fit_slope(values: Sequence[float]) -> tuple[int, float, float]:
+    """Fit a line to the last third of the values, at least six, by least squares: their number, its slope, and two standard errors."""
     late = values[-max(6, len(values) // 3) :]
-    n, middle, mean = len(late), (len(late) - 1) / 2, _mean(late)
+    if min(late) == max(late):
+        return len(late), 0.0, 0.0  # exactly
+    n, middle, mean = len(late), (len(late) - 1) / 2, math.fsum(late) / len(late)
     spread = math.fsum((k - middle) ** 2 for k in range(n))
     slope = math.fsum((k - middle) * (value - mean) for k, value in enumerate(late)) / spread
     rest = math.fsum((value - mean - slope * (k - middle)) ** 2 for k, value in enumerate(late))
-    error = _CLEAR * math.sqrt(rest / (n - 2) / spread)
-    return f"slope over the last {n} steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
+    return n, slope, _CLEAR * math.sqrt(rest / (n - 2) / spread)
 
 
 def describe_held_out(lines: Sequence[Line]) -> str:
@@ -241,12 +238,3 @@ def describe_held_out(lines: Sequence[Line]) -> str:
     best = max(points, key=lambda point: point[1])
     at_best = ", its best" if best[1] == points[-1][1] else f"; its best was {best[1]:.3g} after step {best[0]}"
     return f". {measure[0].upper()}{measure[1:]} is {points[-1][1]:.3g} after step {points[-1][0]}{at_best}"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -24,7 +24,7 @@ from integration.report.page import read_report, render
 from integration.report.rollouts import choose_rollouts, describe_record, find_columns, take_groups, to_json
 from integration.report.runs import judge_progress, judge_trend, read_lines, read_run
 from integration.report.serve import FollowedReport, describe_state, serve
-from integration.settings.log_levels import keep_warnings, read_warnings
+from integration.settings.log_levels import WarningsFile, keep_warnings, read_warnings
 from integration.view.__main__ import view
 from integration.view.arguments import Arguments
 from integration.view.gradient import explain_gradient
@@ -348,10 +348,46 @@ def test_warnings_are_kept_once_each_also_of_an_interrupted_and_resumed_run(run:
 
 
 def test_a_file_of_warnings_has_an_end(tmp_path: Path):
-    with keep_warnings(tmp_path):
+    with keep_warnings(tmp_path) as tell:
         for k in range(300):
             logging.getLogger("rollouts.somewhere").warning("step %d is slow", k)
-    assert len(read_warnings(tmp_path / "warnings.jsonl")) == 200
+            tell(f"warning: took {k / 7} s")
+        logging.getLogger("rollouts.somewhere").warning("the disk is full")
+    told = read_warnings(tmp_path / "warnings.jsonl")
+    assert len(told) == 23 and told[0] == "step 0 is slow" and told[20] == "the disk is full", "what comes later has a place, too"
+    assert told[21:] == (
+        "290 further warnings of this kind were left out: step %d is slow",
+        "290 further warnings of this kind were left out: took N s",
+    )
+    with keep_warnings(tmp_path):  # the resumed run
+        for k in range(300, 315):
+            logging.getLogger("rollouts.somewhere").warning("step %d is slow", k)
+    told = read_warnings(tmp_path / "warnings.jsonl")
+    assert told[21:31] == tuple(f"step {k} is slow" for k in range(300, 310))
+    assert [text for text in told if text.endswith("left out: step %d is slow")] == [
+        "295 further warnings of this kind were left out: step %d is slow"
+    ]
+
+
+def test_texts_without_a_common_message_end_as_well(tmp_path: Path):
+    with keep_warnings(tmp_path) as tell:
+        for k in range(300):
+            tell("warning: " + "".join("abcdefghij"[int(digit)] for digit in f"{k:03d}"))
+    told = read_warnings(tmp_path / "warnings.jsonl")
+    assert len(told) == 211 and told[-1] == "90 further warnings of this kind were left out: (other warnings)"
+
+
+def test_a_killed_run_has_told_that_warnings_are_left_out_and_a_cut_line_costs_no_other(tmp_path: Path):
+    path = tmp_path / "warnings.jsonl"
+    handler = WarningsFile(path)  # never finished
+    for k in range(25):
+        handler.keep(f"step {k}", "rollouts", "step %d")
+    assert read_warnings(path)[10:] == ("10 or more further warnings of this kind were left out: step %d",)
+    with path.open("a") as file:
+        file.write('{"logger": "x", "te')
+    with keep_warnings(tmp_path) as tell:
+        tell("warning: a checkpoint is passed over")
+    assert "a checkpoint is passed over" in read_warnings(path)
 
 
 def test_the_slope_of_the_last_third_has_an_interval():
@@ -359,6 +395,15 @@ def test_the_slope_of_the_last_third_has_an_interval():
     values = [0.0] * 16 + [0.1 * k + noise[k % 4] for k in range(8)]
     expected = np.polyfit(range(8), values[-8:], 1, cov=True)
     slope, error = expected[0][0], 2 * math.sqrt(expected[1][0][0])
-    assert judge_trend(values, "reward", 1).endswith(
-        f"slope over the last 8 steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
+    interval = f"slope over the last 8 steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
+    assert judge_trend(values, "reward", 1) == f"still learning: the reward has a {interval}, without 0"
+
+
+def test_a_rise_before_the_last_third_is_no_sign_that_a_run_still_learns():
+    """The last quarter is above the one before, and the interval of the slope over the last third holds 0."""
+    plateau = [0.5, 0.52, 0.48] * 4
+    values = [0.02 * k for k in range(18)] + plateau[:6] + [value + 0.02 for value in plateau[6:]]
+    told = judge_trend(values, "mean reward", 1)
+    assert told.startswith("no longer clearly learning: the mean reward has a slope over the last 10 steps ") and told.endswith(
+        "which holds 0"
     )
