@@ -259,6 +259,9 @@ class AgentGenerateFn:
             return pending
         if session.failure is not None:
             raise session.failure
+        if session.fault is not None:
+            what = f"the gateway failed at a request of the agent of {describe_sample(pending)}"
+            raise AgentFault(f"{what}: {type(session.fault).__name__}: {session.fault}") from session.fault
         return self._finish(samples, report, pending)
 
     def _finish(self, samples: Sequence[Sample], report: _Report, pending: Sample) -> Sample:
@@ -351,7 +354,10 @@ def _take_report(value: Any, where: str) -> _Report:
         return _Report()
     values = cast("dict[str, Any]", value) if isinstance(value, dict) else {"reward": value}
     reward, reason = values.get("reward"), values.get("reason")
-    number = float(reward) if isinstance(reward, (bool, int, float)) else None
+    try:
+        number = float(reward) if isinstance(reward, (bool, int, float)) else None
+    except OverflowError:  # an integer of more than 308 digits
+        return _Report(fault=f"{where} reports an integer that is above all numbers of 64 bits, expected a finite number")
     if number is None or not math.isfinite(number) or not (reason is None or isinstance(reason, str)):
         return _Report(fault=f"{where} reports {value!r:.200}, expected a finite number, or an object with reward, and reason as a text")
     return _Report(reward=number, reason=reason)

@@ -13,7 +13,7 @@ from rollouts.chat.tokenize import render_messages
 from rollouts.environments.tools.calls import ToolCall, ToolCallError
 from rollouts.errors import DataError
 from rollouts.gateway.config import GatewayConfig
-from rollouts.gateway.refusals import Refusal
+from rollouts.gateway.refusals import Refusal, check_encodable
 from rollouts.gateway.requests import GatewayRequest, Reply
 from rollouts.types import Completion, Message
 
@@ -120,10 +120,14 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _read_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a call whose arguments are values instead of a text of JSON, as templates expect them; unchanged if they are no object."""
+    """Return a call whose arguments are values instead of a text of JSON, as templates expect them.
+
+    Unchanged if they are no object, or an object of texts that cannot be tokenized.
+    """
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"])
+        check_encodable(arguments)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -42,9 +42,9 @@ def refuse_unsupported(param: str, found: Any, advice: str) -> Refusal:
 def parse_body(data: bytes) -> Body:
     """Return the JSON object of a request. Raises Refusal (400) for anything else."""
     try:
-        body = json.loads(data, parse_constant=_refuse_constant)
-        if not data.isascii() or b"\\u" in data:
-            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair has no bytes
+        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        if b"\\u" in data:
+            check_encodable(body)
     except RecursionError:
         raise Refusal(400, "the body is JSON that is nested too deeply", code="invalid_json") from None
     except UnicodeError:
@@ -54,6 +54,11 @@ def parse_body(data: bytes) -> Body:
     if not isinstance(body, dict):
         raise Refusal(400, f"the body is {_show(body)}, expected a JSON object", code="invalid_json")
     return cast("dict[str, Any]", body)
+
+
+def check_encodable(value: Any) -> None:
+    """Raise UnicodeError if a JSON value has half of a surrogate pair in it, which has no bytes; RecursionError if it is too deep."""
+    json.dumps(value, ensure_ascii=False).encode()
 
 
 def check_known(body: Body, known: Mapping[str, str | None], where: str = "") -> None:
@@ -98,7 +103,8 @@ def read_number(body: Body, name: str, *, least: float, most: float, above: bool
     value = body.get(name)
     if value is None:
         return None
-    good = type(value) in (int, float) and math.isfinite(value) and least <= value <= most and not (above and value == least)
+    is_finite = type(value) is int or (type(value) is float and math.isfinite(value))
+    good = is_finite and least <= value <= most and not (above and value == least)
     if not good:
         raise refuse(name, value, f"a number {'above' if above else 'from'} {least:g} to {most:g}")
     return float(value)

@@ -65,6 +65,11 @@ class Answered:
     replies: tuple[Reply, ...]
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """Places of the replies among the session's answers."""
+        return tuple(reply.number for reply in self.replies)
+
+    @property
     def num_input_tokens(self) -> int:
         """Number of prompt tokens."""
         return self.replies[0].completion.input_len

@@ -2,18 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from rollouts.engines.protocol import InferenceEngine, with_kept_tokens
-from rollouts.errors import EngineProtocolError
+from rollouts.errors import EngineContextError, EngineError, EngineProtocolError, EngineRequestError, EngineTimeout, redact
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.refusals import Refusal
 from rollouts.gateway.requests import Wishes
 from rollouts.gateway.sessions import Session
 from rollouts.seeds import derive_seed
 from rollouts.types import Completion, SamplingParams
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def refuse_engine_errors(session: Session) -> Generator[None]:
+    """Turn the errors of an engine into refusals, and note those that are not the request's fault."""
+    try:
+        yield
+    except EngineContextError as error:
+        raise Refusal(400, redact(str(error)), param="messages", code="context_length_exceeded") from None
+    except EngineRequestError as error:
+        raise Refusal(400, redact(str(error)), code="invalid_request") from None
+    except EngineError as error:
+        session.note_failure(error)
+        status = 504 if isinstance(error, EngineTimeout) else 502
+        raise Refusal(status, f"the engine failed: {redact(str(error))}", code="engine_error") from None
+
+
+@contextmanager
+def refuse_faults(session: Session | None = None) -> Generator[None]:
+    """Turn whatever goes wrong with one request, such as an error of a parser of calls, into its refusal, so that the others go on.
+
+    Args:
+        session: session that notes it; None = it has none yet.
+    """
+    try:
+        yield
+    except Refusal:
+        raise
+    except RecursionError:
+        raise Refusal(400, "the body is JSON that is nested too deeply", code="invalid_json") from None
+    except Exception as error:
+        _logger.exception("a request to the gateway failed")
+        if session is not None:
+            session.note_fault(error)
+        message = f"the gateway failed at this request: {type(error).__name__}: {redact(str(error))[:500]}"
+        raise Refusal(500, message, code="internal_error") from error
 
 
 def choose_params(config: GatewayConfig, base: SamplingParams, wishes: Wishes, end_of_turn: int | None, eos: int | None) -> SamplingParams:

@@ -28,12 +28,8 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import (
     ConfigError,
     DataError,
-    EngineContextError,
-    EngineError,
-    EngineRequestError,
-    EngineTimeout,
+    flatten_errors,
     raise_single_errors,
-    redact,
 )
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
@@ -45,7 +41,14 @@ from rollouts.gateway.formats import Formats, check_usable
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.gateway.requests import Answered, GatewayRequest, Reply
 from rollouts.gateway.samples import Rows, answers_to_samples
-from rollouts.gateway.sampling import check_temperature, choose_params, choose_seeds, sample_whole
+from rollouts.gateway.sampling import (
+    check_temperature,
+    choose_params,
+    choose_seeds,
+    refuse_engine_errors,
+    refuse_faults,
+    sample_whole,
+)
 from rollouts.gateway.sessions import Plan, Session, plan_messages, plan_text
 from rollouts.outcomes import StopReason
 from rollouts.types import Completion, Sample, SamplingParams
@@ -62,6 +65,7 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
 """Dialects by the end of their paths."""
 
 _KEY = re.compile(r"[A-Za-z0-9_.~-]{1,200}")
+_CLIENT_HAS_LEFT = (h11.LocalProtocolError, h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError)
 _logger = logging.getLogger(__name__)
 
 
@@ -174,8 +178,9 @@ class Gateway:
                         await connection.send_events(answer)
                     else:
                         await connection.send(answer)
-        except (h11.LocalProtocolError, h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # the client has left
+        except Exception as error:  # whatever happens to a connection ends that connection alone
+            if not all(isinstance(inner, (*_CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
+                _logger.exception("a connection of the gateway ends by an error that is not its client's")
         finally:
             connection.close()
 
@@ -191,23 +196,33 @@ class Gateway:
                 return self._answer_other(http, path)
             if http.method != "POST":
                 raise Refusal(405, f"{path} takes POST, not {http.method}", code="method_not_allowed")
-            request = dialect.read(parse_body(http.body))
+            with refuse_faults():
+                request = dialect.read(parse_body(http.body))
             session = self._find_session(key)
-            plan, params = self._plan(session, request)
-            if request.is_dry:
-                return HTTPResponse(body=dump({"input_tokens": len(plan.tokens)}).encode())
-            if request.stream:
-                return HTTPEvents(
-                    produce=partial(self._stream, dialect, session, request, plan, params),
-                    refuse=partial(_refuse, write=write),
-                    describe=dialect.write_late_refusal,
-                )
-            answered = await self._answer(session, request, plan, params)
-            body = dump(dialect.write(request, answered)).encode()
-            return HTTPResponse(body=body, on_failure=partial(session.forget, answered.replies))
+            with refuse_faults(session):
+                return await self._reply(dialect, session, request)
         except Refusal as refusal:
             (self._counts if session is None else session.counts)["num_refused"] += 1
             return _refuse(refusal, write)
+
+    async def _reply(self, dialect: Dialect, session: Session, request: GatewayRequest) -> HTTPResponse | HTTPEvents:
+        """Return the answer to a request for completions. Raises Refusal."""
+        plan, params = self._plan(session, request)
+        if request.is_dry:
+            return HTTPResponse(body=dump({"input_tokens": len(plan.tokens)}).encode())
+        if request.stream:
+            return HTTPEvents(
+                produce=partial(self._stream, dialect, session, request, plan, params),
+                refuse=partial(_refuse, write=dialect.write_refusal),
+                describe=dialect.write_late_refusal,
+            )
+        answered = await self._answer(session, request, plan, params)
+        try:
+            body = dump(dialect.write(request, answered)).encode()
+        except BaseException:
+            session.forget(answered.numbers)
+            raise
+        return HTTPResponse(body=body, on_failure=partial(session.forget, answered.numbers))
 
     def _authorize(self, http: HTTPRequest, key: str | None) -> str:
         """Return the key of the request's session. Raises Refusal (401) without the token."""
@@ -283,10 +298,15 @@ class Gateway:
         name = f"{session.key}-{self._name}-{next(self._request_numbers)}"
         seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
         found: list[Any] = [None] * len(seeds)
+        errors: list[Exception] = []
 
-        async def sample(k: int) -> None:
-            async with self._limiter:
-                found[k] = await sample_whole(session, plan.tokens, params.new(seed=seeds[k]), f"{name}-{k}")
+        async def sample(k: int, scope: trio.CancelScope) -> None:
+            try:
+                async with self._limiter:
+                    found[k] = await sample_whole(session, plan.tokens, params.new(seed=seeds[k]), f"{name}-{k}")
+            except Exception as error:  # several may fail at the same moment, and the request has one refusal
+                errors.append(error)
+                scope.cancel()
 
         scope = trio.CancelScope()
         if self.config.timeout_s is not None:
@@ -294,16 +314,15 @@ class Gateway:
         session.enter(scope)
         done = False
         try:
-            with _refuse_engine_errors(session), scope:
-                if len(seeds) == 1:
-                    await sample(0)
-                else:
-                    with raise_single_errors():
-                        async with trio.open_nursery() as nursery:
-                            for k in range(len(seeds)):
-                                nursery.start_soon(sample, k)
+            with refuse_engine_errors(session), scope:
+                with raise_single_errors():
+                    async with trio.open_nursery() as nursery:
+                        for k in range(len(seeds)):
+                            nursery.start_soon(sample, k, nursery.cancel_scope)
+                if errors:
+                    raise errors[0]
                 done = True
-        except trio.Cancelled:
+        except (trio.Cancelled, BaseExceptionGroup):
             session.counts["num_cancelled"] += 1
             raise
         finally:
@@ -312,7 +331,12 @@ class Gateway:
             raise Refusal(410, "the session has ended", code="session_ended")
         if not done:
             raise Refusal(504, f"there was no answer within {self.config.timeout_s:g} s (timeout_s)", code="timeout")
-        replies = tuple(self._record(session, request, plan, completion) for completion in found)
+        first = session.num_recorded
+        try:
+            replies = tuple(self._record(session, request, plan, completion) for completion in found)
+        except BaseException:
+            session.forget(range(first, session.num_recorded))
+            raise
         return Answered(id=name, created=int(time.time()), replies=replies)
 
     def _record(self, session: Session, request: GatewayRequest, plan: Plan, completion: Completion) -> Reply:
@@ -331,13 +355,16 @@ class Gateway:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_ping, send, self.config.ping_s, sending)
-                answered = await self._answer(session, request, plan, params)
+                with refuse_faults(session):
+                    answered = await self._answer(session, request, plan, params)
                 async with sending:
                     nursery.cancel_scope.cancel()
         try:
-            await send("".join(f"{event}\n\n" for event in dialect.write_events(request, answered)))
+            with refuse_faults(session):
+                text = "".join(f"{event}\n\n" for event in dialect.write_events(request, answered))
+            await send(text)
         except BaseException:
-            session.forget(answered.replies)
+            session.forget(answered.numbers)
             raise
 
 
@@ -381,28 +408,6 @@ def check_key(key: str) -> None:
     """Raise ConfigError for what cannot be a session's key."""
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{key!r:.100} is no key of a session: letters, digits and _ . ~ -, at most 200")
-
-
-class _refuse_engine_errors:  # a context manager reads as a verb
-    """Context manager that turns the errors of an engine into refusals, and notes those that are not the request's fault."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, EngineError):
-            return
-        text = redact(str(error))
-        if isinstance(error, EngineContextError):
-            raise Refusal(400, text, param="messages", code="context_length_exceeded") from None
-        if isinstance(error, EngineRequestError):
-            raise Refusal(400, text, code="invalid_request") from None
-        self._session.note_failure(error)
-        status = 504 if isinstance(error, EngineTimeout) else 502
-        raise Refusal(status, f"the engine failed: {text}", code="engine_error") from None
 
 
 async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -102,11 +102,17 @@ class Session:
     has_stopped: trio.Event = field(default_factory=trio.Event)  # set when it is interrupted or its engine fails: no answer will come
     is_spent: bool = False  # whether a request was refused because a limit was reached
     failure: EngineError | None = None  # first error of the engine
+    fault: Exception | None = None  # first error at a request (500) that is neither the client's nor the engine's
     _roots: dict[str, _Place] = field(default_factory=dict[str, _Place])
     _scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
     _rendered: dict[int, str] = field(default_factory=dict[int, str])  # texts before answers that nothing extends yet, by number
     _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
     _num_answers: int = 0
+
+    @property
+    def num_recorded(self) -> int:
+        """Number of answers so far, forgotten ones included: the number of the next one."""
+        return self._num_answers
 
     @property
     def num_sampled(self) -> int:
@@ -141,6 +147,10 @@ class Session:
         """Note an error of the engine; the first one counts."""
         self.failure = error if self.failure is None else self.failure
         self.has_stopped.set()
+
+    def note_fault(self, error: Exception) -> None:
+        """Note an error of the gateway at a request; the first one counts."""
+        self.fault = error if self.fault is None else self.fault
 
     def take_seed_keys(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the keys of a request's seed: session, prompt, and how many requests had this prompt before.
@@ -222,11 +232,11 @@ class Session:
             place = place.children.setdefault(key, _Place())
         place.answer = answer
 
-    def forget(self, replies: Sequence[Reply]) -> None:
+    def forget(self, numbers: Iterable[int]) -> None:
         """Leave out answers that could not be sent: no program has seen them."""
-        for reply in replies:
-            self._rendered.pop(reply.number, None)
-            if self.answers.pop(reply.number, None) is not None:
+        for number in numbers:
+            self._rendered.pop(number, None)
+            if self.answers.pop(number, None) is not None:
                 self.counts["num_undelivered"] += 1
 
 

@@ -105,6 +105,7 @@ async def test_a_function_is_an_agent_too():
         ("ask([{'role': 'user', 'content': 'x'}]); sys.exit('bad luck')", "exit status 1.*bad luck"),
         ("pass", "sampled nothing"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('{\"reward\": \"much\"}')", "expected a finite number"),
+        ("ask([{'role': 'user', 'content': 'x'}]); print('9' * 400)", "expected a finite number"),
         ("ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 2 s"),
     ],
 )

@@ -17,6 +17,7 @@ from rollouts.backends import create_pytorch_backend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.engines import InProcessEngine
+from rollouts.environments.tools.calls import ToolCall
 from rollouts.errors import ConfigError, DataError, EngineContextError, EngineError
 from rollouts.gateway import GatewayConfig, open_gateway
 from rollouts.testing import FakeEngine, create_tiny_model, random_answer, script_answer
@@ -352,6 +353,51 @@ async def test_errors_of_engines_are_answers(error, status, code):
     async with open_gateway(FakeEngine(error_for=lambda prompt, seed: error), TOKENIZER) as gateway, httpx.AsyncClient() as client:
         found, body = await ask(client, gateway.url("a"), [user("x")])
     assert (found, body["error"]["code"]) == (status, code)
+
+
+async def test_several_answers_that_an_engine_refuses_at_once_are_one_refusal():
+    engine = InProcessEngine(create_tiny_model(), TOKENIZER)
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        for more in ({}, {"stream": True}):
+            body = {"prompt": [99999999], "n": 2, **more}
+            answer = await client.post(f"{gateway.url('a')}/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert (await client.post(f"{gateway.url('a')}/completions", json={"prompt": "x", "max_tokens": 2})).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_of_the_users_parser_fails_its_request_alone_and_nothing_of_it_is_recorded(stream, caplog):
+    def parse_calls(text):
+        raise KeyError("no such tool")
+
+    async with open_gateway(FakeEngine(), TOKENIZER, parse_calls=parse_calls, chat=False) as gateway, httpx.AsyncClient() as client:
+        url = gateway.url("a")
+        body = {"messages": [user("x")], "tools": TOOLS, "n": 2, "stream": stream}
+        answer = await client.post(f"{url}/chat/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert "KeyError" in answer.json()["error"]["message"] and "no such tool" in caplog.text
+        await chat(client, url, [user("x")])
+        assert isinstance(gateway.sessions["a"].fault, KeyError)
+        assert len(gateway.take_samples("a")[0].turns) == 1
+
+
+async def test_texts_without_bytes_are_not_tokenized_and_reach_the_client_escaped():
+    tokenizer = create_tokenizer(
+        TOOL_CHATML.replace("message['content']", "(message['content'] or '') + message.get('tool_calls', '') | string")
+    )
+
+    def parse_calls(text):
+        return [ToolCall(name="calc", arguments={"e": "\ud800"})]
+
+    async with open_gateway(FakeEngine(), tokenizer, parse_calls=parse_calls) as gateway, httpx.AsyncClient() as client:
+        bad = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": '{"e": "\\ud800"}'}}
+        messages = [user("x"), {"role": "assistant", "content": "", "tool_calls": [bad]}, user("y")]
+        (reply,) = await chat(client, gateway.url("a"), messages, tools=TOOLS)
+        assert json.loads(reply["tool_calls"][0]["function"]["arguments"]) == {"e": "\ud800"}
+        anthropic = {"messages": [user("x")], "max_tokens": 99, "tools": [{"name": "calc", "input_schema": {"type": "object"}}]}
+        for more in ({}, {"stream": True}):
+            answer = await client.post(f"{gateway.url('a', api='anthropic')}/v1/messages", json=anthropic | more)
+            assert answer.status_code == 200 and "ud800" in answer.text
 
 
 async def test_limits_of_a_session_are_kept():

@@ -99,6 +99,7 @@ def test_only_json_objects_are_bodies(data):
 BODIES = [
     b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"messages": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000, b'{"messages": NaN}',
     b'{"messages": []}', b'{"messages": [{"role": "user"}], "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": [-1]}',
+    json.dumps({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}).encode("utf-16"), b'{"temperature": ' + b"9" * 400 + b"}",
     b'{"prompt": [99999999]}', b'{"messages": [{"role": "user", "content": ""}], "temperature": -1}', b'{"messages": [1], "stream": true}',
     b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}', b'{"unknown_field": 1}',
 ]  # fmt: skip

@@ -26,8 +26,13 @@ class Dialect:
 
 
 def dump(value: Any) -> str:
-    """Return JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    """Return JSON without spaces; in ASCII if half of a surrogate pair is in it, as a call of the model may have, which has no bytes."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        text.encode()
+    except UnicodeError:
+        return json.dumps(value, separators=(",", ":"))
+    return text
 
 
 def count_usage(answered: Answered) -> JSON:
