@@ -67,6 +67,7 @@ class EpisodeOutcome:
     num_reformatted: int = 0  # answers that the chat template renders differently than sampled
     failure: Failure | None = None  # None = no failure
     error: str | None = None  # description of the failure
+    has_final_reward: bool = False  # whether the reward is that of a failure, which no reward function replaces
 
     def __post_init__(self) -> None:
         take: dict[str, Any] = {
@@ -78,6 +79,9 @@ class EpisodeOutcome:
             take["failure"] = _take_choice("EpisodeOutcome.failure", self.failure, Failure)
         for name in ("num_cut_actions", "num_reformatted"):
             take[name] = take_int(f"EpisodeOutcome.{name}", getattr(self, name))
+        final: Any = self.has_final_reward
+        if not isinstance(final, bool):
+            raise DataError(f"EpisodeOutcome.has_final_reward is {final!r}, expected True or False")
         if self.error is not None:
             take_text("EpisodeOutcome.error", self.error)
         for name, value in take.items():

@@ -102,14 +102,14 @@ class AgentSection:
     """A program of yours that plays the rollouts of RL and evaluation through a gateway. generation.max_tokens limits each answer."""
 
     command: str | None = None  # program and arguments, such as 'python my_agent.py', run once for each sample; None = no program
-    function: str | None = None  # file.py:name or module:name of an async function of an AgentTask, instead of a command; None = none
+    function: str | None = None  # file.py:name or module:name of a function of an AgentTask, plain or async, not a command; None = none
     max_answers: int | None = None  # maximum answers of the model in a run; None = no limit
     max_tokens: int | None = None  # maximum sampled tokens of a run, checked before each request; None = no limit
     timeout_s: float | None = 600.0  # seconds until a run is stopped; None = no limit
     max_programs: int = 64  # runs at the same time
     on_error: OnEpisodeError = "raise"  # a run that fails: raise = end training; retry the run; drop its group
     max_retries: int = 2  # further attempts of a run, with on_error retry
-    failed_reward: float | None = None  # reward of a run that fails after it has sampled something; None = on_error decides
+    failed_reward: float | None = None  # reward of a run that fails after an answer, with a reward function, too; None = on_error decides
     chat: bool | None = None  # apply the chat template; None = only with a model of your own that has one
 
     def __post_init__(self) -> None:

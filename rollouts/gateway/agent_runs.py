@@ -9,17 +9,19 @@ read by themselves, and on stdin one line of JSON:
     {"prompt": "37*12+5=" or [messages], "metadata": {...}, "index": 7, "sample": 0}
 
 It may report a reward: the last line of its stdout is a number, or a JSON object with "reward" (and "reason", a text). A function is given
-an AgentTask with the same values, runs in this process, and returns a number, such an object, or None.
+an AgentTask with the same values, runs in this process, and returns a number, such an object, or None. An `async def` runs under trio, a
+plain `def` in a thread.
 """
 
 from __future__ import annotations
 
 import contextvars
+import inspect
 import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import trio
 
 from rollouts.agents.config import OnEpisodeError
-from rollouts.checks import describe_function
+from rollouts.checks import describe_function, is_async_function
 from rollouts.config import RewardConfig, check_choice, check_count, check_positive, check_setting
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
@@ -42,11 +44,12 @@ from rollouts.outcomes import EpisodeOutcome, Failure, RewardDetails, StopReason
 from rollouts.rewards.evaluate import RewardFn, score_group
 from rollouts.seeds import derive_seed
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
-from rollouts.user_code import is_passed_on
+from rollouts.user_code import CodeBlocked, finish, is_passed_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MAX_BLOCK_S = 10.0  # seconds that an async function may block the event loop, in which its gateway answers, too
 _logger = logging.getLogger(__name__)
 
 
@@ -66,8 +69,8 @@ class AgentTask:
         return json.dumps({"prompt": values["content"], "metadata": values["metadata"], "index": self.prompt.index, "sample": self.sample})
 
 
-AgentFunction: TypeAlias = Callable[[AgentTask], Awaitable[Any]]
-"""async f(task) -> None, a reward, or {"reward": number, "reason": text}."""
+AgentFunction: TypeAlias = Callable[[AgentTask], Any]
+"""f(task) -> None, a reward, or {"reward": number, "reason": text}, or an awaitable of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +85,12 @@ class AgentConfig:
     # where there is no other: raise it, run again, or mark its sample FAILED and drop its group
     on_error: OnEpisodeError = "raise"
     max_retries: int = 2  # further runs with on_error "retry"; after the last one the failure is raised
-    # reward of a run whose program failed or was stopped after it had sampled something: the model may be why. None = on_error decides
+    # reward of a run whose program failed or was stopped after it had sampled something: the model may be why. No reward function replaces
+    # it. None = on_error decides
     failed_reward: float | None = None
-    must_report: bool = False  # whether a run that reports no reward has failed; False = a reward function judges it
+    # whether a run that reports no reward has failed; None = unless create_agent_generate_fn has a reward function. False is for a function
+    # elsewhere, such as RolloutConfig.reward_fn
+    must_report: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])  # variables of programs, for instance os.environ; {} = no others
     directory: str | None = None  # working directory of programs; None = this process's
 
@@ -130,26 +136,31 @@ def create_agent_generate_fn(
     """Create the generate function of a user's program, for RolloutConfig.generate_fn.
 
     Args:
-        program: a command, whose text is split as a shell does; or an async function of an AgentTask. See the module's docstring.
+        program: a command, whose text is split as a shell does; or a function of an AgentTask. See the module's docstring.
         engines: at least one. The prompt with index i goes to engine i % len(engines).
         tokenizer: the engines' tokenizer.
         params: sampling of all answers, whatever programs ask for; max_tokens is the most of each answer.
-        reward_fn: Sample -> reward of finished runs; None = the program reports it, or RolloutConfig.reward_fn gives it.
+        reward_fn: Sample -> reward of finished runs, also of those that report one, but not of those that have config.failed_reward; None =
+            the program reports it, or, with must_report = False, RolloutConfig.reward_fn gives it.
         config: limits of a run; None = AgentConfig().
         gateway: chat template, parser of calls, limits of requests, and the seed of sampling, keyed by prompt, sample and the tokens before
-            an answer; its params, sampling and begins_sessions are set here.
+            an answer; its params, sampling and begins_sessions are set here, and its port is 0, since each group has a gateway of its own.
         num_greedy: greedy runs in addition to the n of each call; the same as RolloutConfig.n_baseline_samples.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group.
-    Raises: ConfigError if there is no engine, or no command.
+    Raises: ConfigError if there is no engine, or no command, or the gateway has a port.
     """
+    config, gateway = config or AgentConfig(), gateway or GatewayConfig()
+    advice = "0, any free one: each group of samples has a gateway of its own"
+    check_setting(gateway.port == 0, "GatewayConfig.port", gateway.port, advice)
+    must_report = reward_fn is None if config.must_report is None else config.must_report
     return AgentGenerateFn(
         program if callable(program) else split_command(program),
         tuple(engines),
         tokenizer,
         reward_fn,
-        config=config or AgentConfig(),
-        gateway=replace(gateway or GatewayConfig(), params=params, sampling="fixed", begins_sessions=False),
+        config=replace(config, must_report=must_report),
+        gateway=replace(gateway, params=params, sampling="fixed", begins_sessions=False),
         num_greedy=num_greedy,
     )
 
@@ -194,11 +205,9 @@ class AgentGenerateFn:
         scored = tuple(group)
         if self._reward_fn is None or not is_finished(scored):
             return scored
-        open_places = [k for k, sample in enumerate(scored) if sample.reward is None and sample.status is not Status.FAILED]
-        judged = await score_group(tuple(scored[k] for k in open_places), self._reward_fn, RewardConfig())
-        for k, sample in zip(open_places, judged or (), strict=True):
-            group[k] = sample
-        return tuple(group)
+        judged = await score_group(scored, self._reward_fn, RewardConfig())
+        assert judged is not None, "a reward that fails is raised"
+        return judged
 
     def take_counts(self) -> dict[str, int]:
         """Return the counts since the last call: runs that failed and dropped their groups, and runs that ended well after failed ones."""
@@ -281,7 +290,7 @@ class AgentGenerateFn:
             self._counts["num_agents_stopped" if report.was_stopped else "num_agents_failed"] += 1
             outcome = replace(outcome, failure=Failure.POLICY, error=redact(report.fault))
             reason = StopReason.MAX_TURNS if report.was_stopped else StopReason.AGENT
-            outcome = replace(outcome, stop_reason=reason, environment_reward=self._config.failed_reward)
+            outcome = replace(outcome, stop_reason=reason, environment_reward=self._config.failed_reward, has_final_reward=True)
             status = Status.TRUNCATED if report.was_stopped else Status.COMPLETED
             return replace(sample, reward=self._config.failed_reward, status=status, episode=outcome)
         if report.reward is None:
@@ -294,8 +303,12 @@ class AgentGenerateFn:
         program, config = self._program, self._config
         if callable(program):
             return await self._call(program, task)
+        given = config.environment
+        direct = ",".join(filter(None, (given.get("no_proxy") or given.get("NO_PROXY"), self._gateway.host)))
         environment = {
-            **config.environment,
+            **given,
+            "no_proxy": direct,  # a proxy would look for the gateway on its own machine
+            "NO_PROXY": direct,
             "OPENAI_BASE_URL": task.openai_base_url,
             "OPENAI_API_KEY": task.api_key,
             "ANTHROPIC_BASE_URL": task.anthropic_base_url,
@@ -319,18 +332,28 @@ class AgentGenerateFn:
         return _Report(fault=f"it reports no reward ({found}): {advice}")
 
     async def _call(self, function: AgentFunction, task: AgentTask) -> _Report:
-        timeout_s = self._config.timeout_s
+        name, timeout_s = describe_function(function), self._config.timeout_s
+        block_s = _MAX_BLOCK_S if timeout_s is None else min(timeout_s, _MAX_BLOCK_S)
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             try:
-                report = _take_report(await function(task), describe_function(function))
-                return self._demand(report, f"{describe_function(function)} returned None")
+                if is_async_function(function):
+                    value = function(task)
+                else:  # one of max_programs already
+                    value = await trio.to_thread.run_sync(function, task, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+                if inspect.isawaitable(value):
+                    value = await finish(value, block_s)
+                return self._demand(_take_report(value, name), f"{name} returned None")
+            except CodeBlocked as block:
+                advice = "await there, or write it as a plain def, which runs in a thread"
+                fault = f"{name} has blocked the event loop, in which its gateway answers, for {block_s:g} s at {block.place}: {advice}"
+                return _Report(fault=fault, was_stopped=True)
             except GenerationError:
                 raise
             except (Exception, SystemExit) as error:  # an error in the user's function
                 if is_passed_on(error):
                     raise
-                return _Report(fault=f"{describe_function(function)} raised {type(error).__name__} ({locate_error(error)}): {error}")
-        return _Report(fault=f"{describe_function(function)} ran longer than {timeout_s:g} s (timeout_s)", was_stopped=True)
+                return _Report(fault=f"{name} raised {type(error).__name__} ({locate_error(error)}): {error}")
+        return _Report(fault=f"{name} ran longer than {timeout_s:g} s (timeout_s)", was_stopped=True)
 
 
 async def _cancel_when_stopped(session: Session, scope: trio.CancelScope) -> None:

@@ -104,18 +104,18 @@ class Gateway:
         """Begin a session.
 
         Args:
-            key: its name: letters, digits and _ . ~ -, at most 200; None = "session-N".
+            key: its name: letters, digits and _ . ~ -, at most 200; None = one that nobody can guess.
             engine: engine of its answers; None = the gateway's, in turn.
             options: see Session: seed, params, max_answers, max_tokens, note_request, is_interruptible.
 
         Raises: ConfigError for another key, or one that is taken.
         """
         number = next(self._numbers)
-        key = f"session-{number}" if key is None else key
+        options.setdefault("seed", number if key is None else int.from_bytes(key.encode(), "big"))
+        key = uuid4().hex if key is None else key
         check_key(key)
         if key in self._sessions:
             raise ConfigError(f"the gateway has a session {key!r} already: take_samples ends it, or choose another key")
-        options.setdefault("seed", int.from_bytes(key.encode(), "big"))
         session = Session(key=key, engine=self._engines[number % len(self._engines)] if engine is None else engine, **options)
         self._sessions[key] = session
         return session

@@ -106,15 +106,15 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
                 group stay as they are.
         Each dropped group and zeroed reward is logged as a warning.
 
-    Samples with status FAILED or ABORTED stay as they are. The others are scored concurrently; a sync function is called from several
-    threads, except that the samples that take less than QUICK_S in total are scored in turn in one thread. A GroupReward (a batch
-    reward function) is called once for all of them, and timeout_s is the deadline of that call.
+    Samples with status FAILED or ABORTED, and those whose episode has a final reward, stay as they are. The others are scored
+    concurrently; a sync function is called from several threads, except that the samples that take less than QUICK_S in total are scored in
+    turn in one thread. A GroupReward (a batch reward function) is called once for all of them, and timeout_s is the deadline of that call.
 
     Raises: RewardError of the first sample (in the order of the group) that failed, if the policy is to raise or retries are used up;
         ConfigError if the reward is still to be opened (RewardSource).
     """
     config = config or RewardConfig()
-    positions = [k for k, sample in enumerate(group) if sample.status not in UNSCORED]
+    positions = [k for k, sample in enumerate(group) if _is_scored(sample)]
     judgements = await judge_samples(reward_fn, [group[k] for k in positions], config)
     scored = list(group)
     for k, judgement in zip(positions, judgements, strict=True):
@@ -131,6 +131,10 @@ async def score_group(group: Group, reward_fn: RewardFn, config: RewardConfig | 
         else:
             raise judgement.error
     return tuple(scored)
+
+
+def _is_scored(sample: Sample) -> bool:
+    return sample.status not in UNSCORED and not (sample.episode is not None and sample.episode.has_final_reward)
 
 
 def score_now(group: Group, reward_fn: RewardFn) -> Group:

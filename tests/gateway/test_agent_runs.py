@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import time
 from collections import Counter
 
 import httpx
@@ -17,7 +18,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RolloutConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.errors import ConfigError, EngineError
-from rollouts.gateway import AgentConfig, create_agent_generate_fn
+from rollouts.gateway import AgentConfig, GatewayConfig, agent_runs, create_agent_generate_fn
 from rollouts.gateway.agent_runs import AgentFault
 from rollouts.gateway.processes import run_program
 from rollouts.generation.manager import AsyncRolloutManager
@@ -97,6 +98,84 @@ async def test_a_function_is_an_agent_too():
     _, generate = create(agent)
     (sample,) = await generate(PROMPT, 1)
     assert sample.reward == len(sample.messages[1].content)
+
+
+async def test_a_plain_function_runs_in_a_thread_beside_its_gateway():
+    def agent(task):
+        with httpx.Client(timeout=10, trust_env=False) as client:
+            body = {"messages": [{"role": "user", "content": task.prompt.content}]}
+            answer = client.post(f"{task.openai_base_url}/chat/completions", json=body).json()
+        return len(answer["choices"][0]["message"]["content"])
+
+    _, generate = create(agent)
+    for sample in await generate(PROMPT, 2):
+        assert sample.reward == len(sample.messages[1].content)
+
+
+async def test_a_function_that_blocks_the_event_loop_ends_its_run_alone(monkeypatch):
+    monkeypatch.setattr(agent_runs, "_MAX_BLOCK_S", 0.3)
+
+    async def agent(task):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await ask(task, "x", client)
+        if task.sample:
+            time.sleep(60)
+        return 1.0
+
+    _, generate = create(agent, failed_reward=-1.0)
+    with trio.fail_after(10):
+        group = await generate(PROMPT, 2)
+    assert [sample.reward for sample in group] == [1.0, -1.0]
+    assert "blocked the event loop" in group[1].episode.error and "test_agent_runs.py" in group[1].episode.error
+
+
+async def test_a_judge_replaces_what_programs_report_and_never_the_reward_of_a_failure():
+    async def agent(task):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await ask(task, "x", client)
+        if task.sample:
+            raise ValueError("bad")
+        return 1.0
+
+    def judge(sample):
+        return 7.0
+
+    engine, generate = create(agent, reward_fn=judge, failed_reward=-1.0)
+    assert [sample.reward for sample in await generate(PROMPT, 2)] == [7.0, -1.0]
+    _, generate = create(agent, engine, failed_reward=-1.0)
+    config = RolloutConfig(batch_size=1, n_samples_per_prompt=2, generate_fn=generate, reward_fn=judge)
+    async with AsyncRolloutManager(DataBuffer([PROMPT]), config, engines=[engine]) as manager:
+        assert (await manager.generate_batch()).rewards == [7.0, -1.0]
+
+
+async def test_a_run_must_report_a_reward_where_nothing_judges_it():
+    async def agent(task):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await ask(task, "x", client)
+
+    with pytest.raises(AgentFault, match="reports no reward"):
+        await create(agent)[1](PROMPT, 1)
+    assert (await create(agent, must_report=False)[1](PROMPT, 1))[0].reward is None
+    assert (await create(agent, reward_fn=lambda sample: 2.0)[1](PROMPT, 1))[0].reward == 2.0
+
+
+async def test_programs_ask_no_proxy_for_their_gateway_and_cannot_guess_the_sessions_of_others(write_program):
+    command = write_program("""
+        ask([{"role": "user", "content": "x"}])
+        found = [os.environ[name] for name in ("no_proxy", "NO_PROXY", "OPENAI_BASE_URL")]
+        print(json.dumps({"reward": 1, "reason": " ".join(found)}))
+    """)
+    settings = AgentConfig(environment={"http_proxy": "http://127.0.0.1:1", "NO_PROXY": "example.org"})
+    generate = create_agent_generate_fn(command, [LedgerEngine()], TOKENIZER, PARAMS, config=settings)
+    found = [sample.reward_details.reason.split() for sample in await generate(PROMPT, 2)]
+    assert all(names[:2] == ["example.org,127.0.0.1"] * 2 for names in found)
+    keys = [names[2].split("/")[-2] for names in found]
+    assert all(len(key) >= 32 for key in keys) and len({key[-20:] for key in keys}) == 2
+
+
+def test_a_gateway_of_agents_has_no_port_of_its_own():
+    with pytest.raises(ConfigError, match=r"GatewayConfig\.port is 9000"):
+        create_agent_generate_fn(["true"], [LedgerEngine()], TOKENIZER, PARAMS, gateway=GatewayConfig(port=9000))
 
 
 @pytest.mark.parametrize(
