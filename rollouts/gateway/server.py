@@ -28,6 +28,7 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import (
     ConfigError,
     DataError,
+    EngineError,
     flatten_errors,
     raise_single_errors,
 )
@@ -178,9 +179,10 @@ class Gateway:
                         await connection.send_events(answer)
                     else:
                         await connection.send(answer)
-        except Exception as error:  # whatever happens to a connection ends that connection alone
+        except Exception as error:
+            error.add_note("it ended one connection of the gateway; the others go on")
             if not all(isinstance(inner, (*_CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
-                _logger.exception("a connection of the gateway ends by an error that is not its client's")
+                _logger.exception("a connection of the gateway failed")
         finally:
             connection.close()
 
@@ -298,13 +300,13 @@ class Gateway:
         name = f"{session.key}-{self._name}-{next(self._request_numbers)}"
         seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
         found: list[Any] = [None] * len(seeds)
-        errors: list[Exception] = []
+        errors: list[EngineError | Refusal] = []
 
         async def sample(k: int, scope: trio.CancelScope) -> None:
             try:
                 async with self._limiter:
                     found[k] = await sample_whole(session, plan.tokens, params.new(seed=seeds[k]), f"{name}-{k}")
-            except Exception as error:  # several may fail at the same moment, and the request has one refusal
+            except (EngineError, Refusal) as error:  # several may fail at the same moment, and the request has one refusal
                 errors.append(error)
                 scope.cancel()
 
