@@ -125,6 +125,11 @@ def check_data_given(config: Config, mode: str = "sft+rl") -> None:
     ):
         if given and config.task in SELF_MADE_TASKS:
             raise ConfigError(f"the task {config.task!r} generates its own data, but {name} is {given}: add --task jsonl (or gsm8k)")
+    given = config.data.path is not None or config.data.mixture or config.data.rollouts is not None
+    if config.task in OWN_DATA_TASKS and not given and "dpo" not in mode:  # then --preference.path is given, see Config
+        raise ConfigError(
+            f"--preference.path is {config.preference.path}, but --mode {mode} trains on no pairs: add --mode dpo, or give --data.path"
+        )
     if config.task == "environment" and config.environment.factory is None:
         raise ConfigError(
             "the task 'environment' needs an environment: give --environment FILE.py:NAME of a function or class that creates one"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from integration.dry_run.checks import check_data_given
 from integration.run.stages import create_task
-from integration.settings.config import TASKS, Config
+from integration.settings.config import OWN_DATA_TASKS, TASKS, Config
 from integration.settings.sections import SELF_MADE_TASKS
 from integration.tasks.episodes import check_task
 from integration.tasks.task import Task
@@ -59,6 +59,9 @@ def parse_problems(tasks: Sequence[str], config: Config, num_prompts: int | None
 
 
 def _take_configured(config: Config) -> Problem:
+    data = config.data
+    if config.task in OWN_DATA_TASKS and data.path is None and not data.mixture and data.rollouts is None:  # trained on pairs alone
+        raise ConfigError(f"the task {config.task!r} has no problems here: name a data file with --tasks FILE.jsonl")
     whole = config.task in ("gsm8k", "jsonl") and config.data.eval_path is not None
     if whole and config.data.rollouts is not None:  # recorded rollouts are for training alone
         config = _with_task(config, config.task, config.data.eval_path)

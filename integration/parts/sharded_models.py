@@ -5,6 +5,7 @@ No rank sends a model to another: each reads its slices of a directory, or creat
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -24,7 +25,7 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_crit
 from rollouts.backends.fsdp.load import load_hf_model_on_meta
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.backends.ranks.group import RankGroup, check_sendable
-from rollouts.backends.ranks.leading import lead_backend
+from rollouts.backends.ranks.leading import drop_backend, lead_backend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
@@ -165,6 +166,13 @@ def create_beside(
     if "values" in requires:
         critic = lead_backend(group, CRITIC, partial(build_critic, replace(config), source, critic_steps))
     return Companions(reference, critic, reference_is_base=is_base)
+
+
+def drop_reference(group: RankGroup | None) -> None:
+    """Free the memory of a reference that the caller has let go of, on one process or several."""
+    if group is not None:
+        drop_backend(group, REFERENCE)
+    gc.collect()  # a model may be part of a cycle
 
 
 def check_loss_travels(config: Config) -> None:

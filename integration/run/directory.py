@@ -36,8 +36,11 @@ from rollouts.training.steps import Abandonment
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+REFERENCE_FILE = "reference.jsonl"
+"""File of the stage of preferences with log-probs of the reference."""
 _OWN_FILES = (
     "sft",
+    "dpo",
     "rl",
     "checkpoints",
     "loggers",
@@ -46,6 +49,7 @@ _OWN_FILES = (
     ROWS_FILE,
     CONFIG_FILE,
 )  # config.json, the mark of a run, last
+_HELDOUT = ("data.eval_path", "preference.eval_path")
 
 
 class StopRequest:
@@ -213,9 +217,9 @@ def _check_inputs(
         )
     lines = read_lines(output_dir / ROWS_FILE)
     changed = compare_data(state.inputs.data, lines, marks)
-    for text in (text for name, text in changed.items() if accepts_changed_data or name.startswith("data.eval_path")):
+    for text in (text for name, text in changed.items() if accepts_changed_data or name.startswith(_HELDOUT)):
         tell(f"warning: {text} since {checkpoint}: the run goes on with it")
-    told = [text for name, text in changed.items() if not name.startswith("data.eval_path")]
+    told = [text for name, text in changed.items() if not name.startswith(_HELDOUT)]
     if told and not accepts_changed_data:
         raise DataError(
             f"the data are not those of {checkpoint}: {'; '.join(told)}. Restore them, or go on with them as they are "
@@ -234,6 +238,9 @@ def _move_aside(output_dir: Path) -> Path | None:
         for name in _OWN_FILES:  # nothing else: the directory may hold the user's files
             if (output_dir / name).exists():
                 (output_dir / name).rename(aside / name)
+        if (scores := aside / "dpo" / REFERENCE_FILE).exists():  # they know their reference and their pairs: none is computed twice
+            (output_dir / "dpo").mkdir()
+            scores.rename(output_dir / "dpo" / REFERENCE_FILE)
     return aside
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import cast
 
@@ -14,23 +13,22 @@ from integration.parts.engines import create_embedded_engine
 from integration.parts.model_settings import check_companions, create_tokenizer
 from integration.parts.models import Companions, open_companions
 from integration.parts.rewards import open_task
-from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
+from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model, drop_reference
+from integration.run.directory import REFERENCE_FILE
 from integration.run.evaluation import Evaluation, create_best
 from integration.run.stages import CHECKPOINTS, RunControl, check_num_rows, create_task, finished_checkpoint, read_step, restore_best
 from integration.settings.config import Config, preference_training_config
+from integration.tasks.reference_scores import append_scores, hash_pair, mark_reference, open_scores
 from integration.tasks.task import Task
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import PreferenceTrainingConfig
 from rollouts.data.preference_pairs import PreferencePair
-from rollouts.errors import CheckpointError
-from rollouts.output_files import replace_file
 from rollouts.preference_loop import STAGE, PreferenceParts, measure_preferences, score_reference, train_preferences
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import StageLogger
 
-REFERENCE_FILE = "reference.jsonl"  # log-probs of the reference: a line about the pairs, then one line for each pair
 _SCORED_BETWEEN_WRITES = 1024  # pairs
 
 
@@ -53,20 +51,23 @@ async def run_dpo(
     source, best = latest_checkpoint(checkpoint_dir), create_best(config, task, STAGE)
     start_step = 0 if source is None else read_step(source, STAGE)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=True)
-    optimizer, num_steps = section.optimizer, section.num_steps
-    backend = create_policy(config, control.group, model, tokenizer, source_checkpoint, optimizer, num_steps, 2)
+    optimizer, num_steps, rows_per_unit = section.optimizer, section.num_steps, 1 if section.loss == "kto" else 2
+    backend = create_policy(config, control.group, model, tokenizer, source_checkpoint, optimizer, num_steps, rows_per_unit)
     is_known = all(isinstance(row, PreferencePair) and row.ref_log_probs for row in (*task.preferences, *task.heldout_preferences))
-    own = section.reference == "precomputed" and config.reference.path is None  # the policy itself computes them
-    requires = {"ref_log_probs"} if section.needs_reference and not (own or is_known) else set[str]()
-    beside = create_beside(config, control.group, requires, model, tokenizer, source_checkpoint, 0)
+    is_scored = section.needs_reference and not is_known and section.reference == "precomputed"
+    requires = {"ref_log_probs"} if section.needs_reference and not is_known else set[str]()
+    create = partial(create_beside, config, control.group, requires, model, tokenizer, source_checkpoint, 0)
+    beside = Companions() if is_scored else create()
     for name, some in (("policy", backend), ("reference", beside.reference)):
         if some is not None:
             control.watch_backend(some, name)
-    training = preference_training_config(config)
+    training, pad_id = preference_training_config(config), ensure_pad_token(tokenizer)
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
-        if section.needs_reference and section.reference == "precomputed" and not is_known:
-            task = await _score_once(config, output_dir, task, beside, pipeline, control)
-            beside = Companions()
+        if is_scored:
+            path, create = output_dir / REFERENCE_FILE, Companions if config.reference.path is None else create
+            known = open_scores(path, mark_reference(config, source_checkpoint), is_used=source is not None)
+            task = await _score_once(config, path, known, task, create, pipeline, control, pad_id=pad_id)
+            drop_reference(control.group)
         async with open_companions(beside, pipeline) as companions:
             if source is not None:
                 check_num_rows(source, len(task.preferences))
@@ -79,7 +80,7 @@ async def run_dpo(
                 backend=pipeline,
                 reference=companions.reference,
                 metrics_logger=None if control.logger is None else StageLogger(control.logger, STAGE),
-                pad_id=ensure_pad_token(tokenizer),
+                pad_id=pad_id,
                 evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts else None,
                 checkpoint_dir=checkpoint_dir,
                 keep_last_n=config.checkpoint.keep_last_n,
@@ -102,56 +103,40 @@ async def _train(config: Config, parts: PreferenceParts, task: Task, training: P
 
 
 async def _score_once(
-    config: Config, output_dir: Path, task: Task, beside: Companions, policy: TrainingBackend, control: RunControl
+    config: Config,
+    path: Path,
+    known: dict[str, tuple[float, float]],
+    task: Task,
+    create: Callable[[], Companions],
+    policy: TrainingBackend,
+    control: RunControl,
+    *,
+    pad_id: int,
 ) -> Task:
-    """Return the task whose pairs know their log-probs under the reference: read from a file of the run, or computed and written there.
+    """Return the task whose pairs know their log-probs under the reference: known from a file, or computed and appended to it.
 
-    The policy has the weights of its start here, also in a resumed run, whose checkpoint is loaded afterwards.
+    Args:
+        create: creates the reference, called if scores are missing. Without one the policy computes them: it has the weights of its start
+            here, also in a resumed run, whose checkpoint is loaded afterwards.
+        path, known: the file, and what open_scores has read from it.
     """
-    pairs = [cast("PreferencePair", row) for row in (*task.preferences, *task.heldout_preferences)]
-    origin = config.reference.path or config.model.path or "the built-in model"
-    path, limit = output_dir / REFERENCE_FILE, config.preference.max_tokens_per_microbatch
-    fingerprint = _fingerprint(pairs, origin)
-    known = _read_scores(path, fingerprint)
-    pairs[: len(known)] = [replace(pair, ref_log_probs=found) for pair, found in zip(pairs, known, strict=False)]
-    if len(known) < len(pairs):
-        control.say(f"log-probs of {len(pairs) - len(known):,} pairs under the reference are computed, once")
-    async with open_companions(beside, policy) as opened:
-        reference = opened.reference or policy
-        pad_id = ensure_pad_token(create_tokenizer(config, None))
-        for start in range(len(known), len(pairs), _SCORED_BETWEEN_WRITES):
-            some = pairs[start : start + _SCORED_BETWEEN_WRITES]
-            some = await score_reference(reference, some, pad_id=pad_id, max_tokens_per_microbatch=limit)
-            pairs[start : start + len(some)] = some
-            _write_scores(path, pairs[: start + len(some)], fingerprint)
+    rows = [cast("PreferencePair", row) for row in (*task.preferences, *task.heldout_preferences)]
+    names = [hash_pair(pair) if pair.ref_log_probs is None else "" for pair in rows]
+    missing = {name: pair for name, pair in zip(names, rows, strict=True) if name and name not in known}
+    if missing:
+        control.say(f"log-probs of {len(missing):,} pairs under the reference are computed, once")
+        beside, limit = create(), config.preference.max_tokens_per_microbatch
+        if beside.reference is not None:
+            control.watch_backend(beside.reference, "reference")
+        async with open_companions(beside, policy) as opened:
+            for start in range(0, len(missing), _SCORED_BETWEEN_WRITES):
+                some = dict(itertools.islice(missing.items(), start, start + _SCORED_BETWEEN_WRITES))
+                scored = await score_reference(
+                    opened.reference or policy, tuple(some.values()), pad_id=pad_id, max_tokens_per_microbatch=limit
+                )
+                found = {name: cast("tuple[float, float]", pair.ref_log_probs) for name, pair in zip(some, scored, strict=True)}
+                append_scores(path, found)
+                known = known | found
+    pairs = tuple(replace(pair, ref_log_probs=known[name]) if name else pair for name, pair in zip(names, rows, strict=True))
     count = len(task.preferences)
-    return replace(task, preferences=tuple(pairs[:count]), heldout_preferences=tuple(pairs[count:]))
-
-
-def _fingerprint(pairs: Sequence[PreferencePair], origin: str) -> str:
-    """Return a hash of the tokens of all pairs, and of the name of the model that scores them."""
-    digest = blake2b(origin.encode(), digest_size=16)
-    for pair in pairs:
-        digest.update(repr((pair.chosen.tokens, pair.rejected.tokens)).encode())
-    return digest.hexdigest()
-
-
-def _read_scores(path: Path, fingerprint: str) -> list[tuple[float, float]]:
-    """Return the scores in a file, as far as it goes; [] without one. Raises CheckpointError for scores of other pairs."""
-    if not path.exists():
-        return []
-    try:
-        first, *lines = path.read_text().splitlines()
-        if json.loads(first)["pairs"] == fingerprint:
-            return [(float(chosen), float(rejected)) for chosen, rejected in map(json.loads, lines)]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): delete it, and the log-probs are computed again") from error
-    raise CheckpointError(
-        f"{path} holds log-probs of other pairs or of another reference: restore the data and reference.path, or start a new run"
-    )
-
-
-def _write_scores(path: Path, pairs: Sequence[PreferencePair], fingerprint: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"pairs": fingerprint}), *(json.dumps(pair.ref_log_probs) for pair in pairs)]
-    replace_file(path, "\n".join(lines) + "\n")
+    return replace(task, preferences=pairs[:count], heldout_preferences=pairs[count:])

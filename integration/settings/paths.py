@@ -53,7 +53,7 @@ def _absolute_data_set(text: str) -> str:
 
 
 _MODELS = ("model.path", "reference.path", "critic.path", "reward.model")
-_DATA = ("data.path", "data.eval_path", "data.rollouts")
+_DATA = ("data.path", "data.eval_path", "data.rollouts", "preference.path", "preference.eval_path")
 _EXPRESSIONS = ("rl.algorithm", "rl.filter")  # besides the loggers, which are in no section
 _FUNCTIONS = (
     *("reward.function", "trajectories.condition", "agent.function"),

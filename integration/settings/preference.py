@@ -35,7 +35,8 @@ class PreferenceSection:
     # kept in the run directory
     reference: Literal["model", "precomputed"] = "model"
     path: str | None = None  # pairs: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME; None = data.path, or generated pairs
-    eval_path: str | None = None  # held-out pairs, as path; None = data.eval_path, or pairs of path, chosen by a hash of their prompts
+    # held-out pairs, as path; None = data.eval_path in mode dpo, and without it pairs of path, chosen by a hash of their prompts
+    eval_path: str | None = None
     num_heldout: int = 256  # maximum held-out pairs, and without a file of them at most a tenth of all pairs
     num_pairs: int = 12800  # training pairs generated from a built-in task
     num_steps: int = 100  # optimizer steps

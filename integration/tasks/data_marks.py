@@ -99,7 +99,7 @@ def mark_data(config: Any) -> DataMarks:
     pieces = _plan_pieces(sizes)
     for name, path in listed:
         try:
-            files[name], of_lines = _mark_file(path, pieces)
+            files[name], of_lines = mark_file(path, pieces)
         except OSError as error:
             raise DataError(f"{path} ({name}) cannot be read: {error}") from error
         if of_lines is not None:
@@ -142,7 +142,13 @@ def _plan_pieces(sizes: Sequence[int]) -> Pieces:
     return Pieces(whole_bytes=count * num_bytes, count=count, num_bytes=num_bytes, label=f"{count}x{num_bytes}:")
 
 
-def _mark_file(path: Path, pieces: Pieces) -> tuple[FileMark, LineMarks | None]:
+def mark_file(path: Path, pieces: Pieces | None = None) -> tuple[FileMark, LineMarks | None]:
+    """Return the mark of a file and those of its lines, None if it has none or is too large. Raises OSError.
+
+    Args:
+        pieces: what is read of a large file; None = as of a file by itself.
+    """
+    pieces = pieces or _plan_pieces(())
     size, found = path.stat().st_size, hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         if size > pieces.whole_bytes:

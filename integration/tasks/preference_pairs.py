@@ -132,7 +132,7 @@ def add_preferences(config: Config, tokenizer: PreTrainedTokenizerBase, task: Ta
         return replace(task, preferences=train, heldout_preferences=heldout)
     columns, count = parse_columns(data.columns), section.num_heldout
     common: dict[str, Any] = {"max_length": data.max_length, "skip_bad_rows": data.skip_bad_rows, "limits": limits}
-    held = section.eval_path or (data.eval_path if section.path is None else None)
+    held = section.eval_path or (None if task.sft_samples else data.eval_path)  # held-out problems of SFT
     option = "--preference.eval-path" if section.path is not None else "--data.eval-path"
     load: Any = partial(load_preference_pairs, whole_answers=True) if is_paired else load_labelled_answers
     train, heldout, num_bad = load_own_rows(partial(load, tokenizer, **common), path, held, columns, num_heldout=count, option=option)

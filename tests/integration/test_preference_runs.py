@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from integration.run.preferences import REFERENCE_FILE
+from integration.run.directory import REFERENCE_FILE
 from integration.settings.preference import PreferenceLoss, PreferenceSection
 from integration.train import main
 from rollouts.algorithms import preference_objectives as objectives
@@ -74,7 +74,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(options: list[str], tmp_
     scores, kept = parts / "dpo" / REFERENCE_FILE, list[str]()
     if "precomputed" in options:
         kept = scores.read_text().splitlines()
-        assert len(kept) == 1 + 64 + 8
+        assert len(kept) == 1 + 64 + 8 - 1, "two of the generated pairs are the same"
         scores.write_text("\n".join(kept[:20]) + "\n")  # as a run leaves it that ends while it scores
     assert run("--quiet", "--output-dir", parts, "--resume", "--preference.num-steps", 4) == 0
     assert not kept or scores.read_text().splitlines() == kept
@@ -127,6 +127,10 @@ REFUSED = {
     "jax": (["--backend.kind", "jax"], "preferences are trained with pytorch, torch_func and fsdp"),
     "not measured": (["--checkpoint.best", "eval_perplexity"], "DPO measures eval_accuracy"),
     "no such file": (["--task", "jsonl", "--preference.path", "OWN/none.jsonl", "--model.path", "OWN/model"], "--preference.path"),
+    "pairs without their mode": (
+        ["--mode", "sft+rl", "--model.path", "OWN/model", "--preference.path", "OWN/pairs.jsonl"],
+        "but --mode sft.rl trains on no pairs: add --mode dpo, or give --data.path",
+    ),
     "held out of nothing": (["--preference.eval-path", "x.jsonl"], "there is no --preference.path: give both"),
 }
 
@@ -146,13 +150,13 @@ def test_what_cannot_be_trained_is_refused_before_a_directory_is_made(
     assert re.search(message, " ".join(error.split())), error
 
 
-def test_scores_of_other_pairs_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_scores_of_another_reference_are_not_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--mode", "dpo", "--quiet", "--output-dir", tmp_path, *SMALL, "--preference.reference", "precomputed"]
     assert run(*arguments, "--preference.num-steps", 2) == 0
     scores = tmp_path / "dpo" / REFERENCE_FILE
-    scores.write_text(scores.read_text().replace('{"pairs": "', '{"pairs": "0'))
+    scores.write_text(scores.read_text().replace('{"reference": "', '{"reference": "0'))
     assert run("--output-dir", tmp_path, "--resume", "--preference.num-steps", 4) == 1
-    assert "holds log-probs of other pairs or of another reference" in capsys.readouterr().err
+    assert "holds log-probs of another reference than this run's" in capsys.readouterr().err
 
 
 def test_the_dry_run_and_explain_tell_of_preferences(capsys: pytest.CaptureFixture[str]):

@@ -127,7 +127,7 @@ class FSDPTrainingBackend:
             create_schedule: creates the schedule of the learning rate; None = constant.
             max_grad_norm: norm that the gradient is scaled down to, unless config.clip_grad is set; inf = no clipping.
             chunk_size, tokenizer, weight_version, bad_numbers, compute_outputs: as in PyTorchTrainingBackend.
-            rows_per_unit: consecutive rows that go to one rank together: 2 for losses that compare the two rows of a pair.
+            rows_per_unit: consecutive rows of forward_backward that go to one rank together: 2 for losses that compare the rows of a pair.
             save_in_background: save_checkpoint returns when everything is copied to host memory, and writes during training; the next
                 save_checkpoint and close() wait for the write and raise its error.
             lora: as in PyTorchTrainingBackend; for a model that is already sharded, init_adapters must have made the adapters.
@@ -194,7 +194,7 @@ class FSDPTrainingBackend:
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Return output_fn of the model's outputs for all rows, without gradient, on the CPU."""
         self.check_rows(batch)
-        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards)
         part = self.forward_shard(select_part(batch, plan[self.ranks.rank]), output_fn, with_entropy=with_entropy)
         parts = gather_values(self.ranks, part, operation="gathering the outputs of a forward pass")
         return ImmediateTrainFuture(combine_rows(parts, plan, (batch.num_rows, batch.tokens.shape[1])), "forward")

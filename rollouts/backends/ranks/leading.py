@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from threading import RLock
@@ -129,7 +130,7 @@ class LeadingBackend:
 
     def forward(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Evaluate without gradient; returns [B, T] on the CPU."""
-        plan, shards = self._deal(batch)
+        plan, shards = self._deal(batch, 1)
         parts = self._group.run("forward", _forward, self._name, output_fn, with_entropy, own=shards)
         return ImmediateTrainFuture(combine_rows(parts, plan, (batch.tokens.shape[0], batch.tokens.shape[1])), "forward")
 
@@ -145,7 +146,7 @@ class LeadingBackend:
     def forward_base(self, batch: TrainBatch, output_fn: OutputFn, *, with_entropy: bool = False) -> ImmediateTrainFuture[Tensor]:
         """Run forward without the adapters."""
         assert BackendFeature.ADAPTERS in self.features, f"{type(self._own).__name__} trains no adapters"
-        plan, shards = self._deal(batch)
+        plan, shards = self._deal(batch, 1)
         parts = self._group.run("forward_base", _forward_base, self._name, output_fn, with_entropy, own=shards)
         return ImmediateTrainFuture(combine_rows(parts, plan, (batch.tokens.shape[0], batch.tokens.shape[1])), "forward_base")
 
@@ -248,14 +249,19 @@ class LeadingBackend:
         """Return an argument for each rank: whether it is this one."""
         return [(rank == 0,) for rank in range(self._group.num_ranks)]
 
-    def _deal(self, batch: TrainBatch) -> tuple[list[list[int]], Sequence[tuple[object, ...]]]:
-        """Deal the rows to the ranks; return each rank's rows and the arguments to send."""
+    def _deal(self, batch: TrainBatch, rows_per_unit: int | None = None) -> tuple[list[list[int]], Sequence[tuple[object, ...]]]:
+        """Deal the rows to the ranks; return each rank's rows and the arguments to send.
+
+        Args:
+            rows_per_unit: consecutive rows that one rank computes together; None = as many as losses compare.
+        """
         limits = getattr(self._own, "limits", None)
         if limits is not None:  # checked here, since the others would wait for a rank that raises alone
             check_batch(batch, limits)
         if batch.routed_experts is not None:
             self._own.check_rows(batch)
-        plan = plan_rank_rows(batch.lengths.tolist(), self._group.num_ranks, getattr(self._own, "rows_per_unit", 1))
+        unit = getattr(self._own, "rows_per_unit", 1) if rows_per_unit is None else rows_per_unit
+        plan = plan_rank_rows(batch.lengths.tolist(), self._group.num_ranks, unit)
         return plan, [(select_part(batch, rows),) for rows in plan]
 
 
@@ -269,12 +275,22 @@ def lead_backend(group: RankGroup, name: str, builder: Callable[[], RankBackend]
     return LeadingBackend(group, name, group.get_backend(name))
 
 
+def drop_backend(group: RankGroup, name: str) -> None:
+    """Drop the backend of this name on every rank. The one that led them must not be used again."""
+    group.run(f"dropping the backend {name!r}", _drop_backend, name)
+
+
 _Backends = Mapping[str, Any]
 
 
 def _create_backend(backends: MutableMapping[str, Any], name: str, builder: Callable[[], Any]) -> None:
     backends.pop(name, None)  # before the new one allocates memory
     backends[name] = builder()
+
+
+def _drop_backend(backends: MutableMapping[str, Any], name: str) -> None:
+    backends.pop(name, None)
+    gc.collect()
 
 
 def _forward(backends: _Backends, name: str, output_fn: OutputFn, with_entropy: bool, shard: TrainBatch | None) -> Tensor | None:
