@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
-from rollouts.errors import ConfigError, DataError
+from rollouts.errors import BackendError, ConfigError, DataError
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.rollout_batch import select_log_probs
@@ -74,6 +75,7 @@ async def score_reference(
     """Return the pairs with the log-probs of their answers under the reference, which is then no longer needed.
 
     Pairs that know theirs keep them. With the policy itself as reference, before its first step, no second model is ever in memory.
+    Raises BackendError for log-probs that are not finite.
     """
     missing = [i for i, pair in enumerate(pairs) if pair.ref_log_probs is None]
     scored = list(pairs)
@@ -83,6 +85,11 @@ async def score_reference(
         pending = submit_forward(reference, batch, select_log_probs, max_tokens_per_microbatch=max_tokens_per_microbatch)
         sums = sequence_log_probs((await pending.result()).double(), batch.loss_mask).tolist()
         for k, i in enumerate(some):
+            if not all(map(math.isfinite, sums[2 * k : 2 * k + 2])):
+                raise BackendError(
+                    f"the log-probs of pair {i} under the reference are {sums[2 * k]} and {sums[2 * k + 1]}, expected finite numbers: see "
+                    "that its weights are whole, or compute in float32"
+                )
             scored[i] = replace(pairs[i], ref_log_probs=(sums[2 * k], sums[2 * k + 1]))
     return tuple(scored)
 
@@ -121,7 +128,9 @@ async def evaluate_preferences(
 
     Returns: eval_loss; eval_pair_accuracy, the share of pairs whose chosen answer has the larger reward (of answers on their side of the
         reference point for KTO); eval_pair_margin, the mean difference of the rewards; eval_reward_chosen and eval_reward_rejected.
+        Of labelled answers that are all good, or all bad, the reward of the others and the margin are not known: the keys are left out.
     """
+    assert rows, "there are no rows to measure"
     found: list[dict[str, float]] = []
     for start in range(0, len(rows), _SCORED_AT_ONCE):
         batch = await prepare_preferences(parts, rows[start : start + _SCORED_AT_ONCE], objective, max_tokens_per_microbatch)
@@ -140,20 +149,18 @@ async def evaluate_preferences(
 
 def _summarize(found: Sequence[dict[str, float]], objective: PreferenceObjective) -> Metrics:
     def mean(name: str, lines: Sequence[dict[str, float]] = found) -> float:
-        return sum(line[name] for line in lines) / max(len(lines), 1)
+        return sum(line[name] for line in lines) / len(lines)
 
+    rewards: Metrics = {}
     if objective.compares_pairs:
-        chosen, rejected = mean("reward_chosen"), mean("reward_rejected")
+        rewards = {f"eval_reward_{kind}": mean(f"reward_{kind}") for kind in ("chosen", "rejected")}
     else:
-        good, bad = ([line for line in found if (line["is_good"] > 0) is wanted] for wanted in (True, False))
-        chosen, rejected = mean("reward_signed", good), -mean("reward_signed", bad)
-    return {
-        "eval_loss": mean("loss"),
-        "eval_pair_accuracy": mean("reward_accuracy"),
-        "eval_pair_margin": chosen - rejected,
-        "eval_reward_chosen": chosen,
-        "eval_reward_rejected": rejected,
-    }
+        for kind, sign in (("chosen", 1), ("rejected", -1)):
+            if some := [line for line in found if (line["is_good"] > 0) is (sign > 0)]:
+                rewards[f"eval_reward_{kind}"] = sign * mean("reward_signed", some)
+    if len(rewards) == 2:
+        rewards["eval_pair_margin"] = rewards["eval_reward_chosen"] - rewards["eval_reward_rejected"]
+    return {"eval_loss": mean("loss"), "eval_pair_accuracy": mean("reward_accuracy"), **rewards}
 
 
 async def train_preferences(

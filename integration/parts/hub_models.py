@@ -36,6 +36,8 @@ def names_hub(config: Config | RewardModelConfig) -> bool:
     """Whether any model or data of a run is named by its name on the hub."""
     data = config.data
     more = (*data.mixture, data.rollouts) if isinstance(data, DataSection) else ()
+    if isinstance(config, Config):
+        more = (*more, config.preference.path, config.preference.eval_path)
     return names_hub_model(config) or names_hub_data(data.path, data.eval_path, *more)
 
 

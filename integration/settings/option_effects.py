@@ -52,7 +52,9 @@ class IdleOption:
 
 
 def has_heldout(config: Config, mode: str) -> bool:
-    """Whether there are held-out problems to evaluate on."""
+    """Whether there are held-out problems to evaluate on; pairs of the user's are none, since nothing is generated from them."""
+    if mode == "dpo" and config.task == "jsonl":
+        return False
     return config.task not in ("jsonl", "gsm8k") or config.data.eval_path is not None or config.data.eval_fraction > 0
 
 

@@ -15,8 +15,9 @@ import pytest
 from hub_server import Hub, serve_hub
 
 from integration import command as command_module
-from integration.parts.hub_models import find_models, names_hub_model
+from integration.parts.hub_models import find_models, names_hub, names_hub_model
 from integration.settings.config import Config
+from integration.settings.preference import PreferenceSection
 from integration.settings.sections import ModelSection, ReferenceSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError
@@ -85,6 +86,12 @@ def test_a_dry_run_takes_no_weights_and_a_run_those_in_safetensors_alone(hub: Hu
 def test_weights_of_the_older_format_are_taken_where_there_are_no_others(hub: Hub):
     hub.commit("tiny/old", {"config.json": b"{}", "pytorch_model.bin": b"old"})
     assert (find_hub_model("tiny/old").directory / "pytorch_model.bin").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["path", "eval_path"])
+def test_pairs_of_the_hub_need_the_hub(name: str):
+    section = PreferenceSection(**{"path": "pairs.jsonl", name: "hf://some/pairs"})
+    assert names_hub(Config(preference=section)) and not names_hub(Config(preference=PreferenceSection(path="pairs.jsonl")))
 
 
 def test_a_revision_is_resolved_and_recorded_for_each_model(hub: Hub, model_directory: Path):

@@ -22,7 +22,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import PreferenceTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.preference_pairs import PreferencePair, prepare_preference_pair
-from rollouts.errors import ConfigError, DataError
+from rollouts.errors import BackendError, ConfigError, DataError
 from rollouts.preference_loop import (
     PreferenceParts,
     evaluate_preferences,
@@ -169,6 +169,21 @@ async def test_two_ranks_train_as_one_process_does(tmp_path: Path):
         alone = await train_preferences(make_parts(), rows, OBJECTIVES[name], config(num_steps=3, batch_size=7), heldout=rows[:6])
         for ours, theirs in zip(without_times(alone), without_times(found[name]), strict=True):
             assert theirs == pytest.approx(ours, rel=2e-3, abs=2e-5)
+
+
+async def test_a_reward_of_answers_that_are_not_there_is_not_known():
+    rows = make_rows("kto")
+    good = [row for row in rows if isinstance(row, Sample) and row.reward == 1]
+    found = await evaluate_preferences(make_parts(), good, OBJECTIVES["kto"])
+    assert found.keys() == {"eval_loss", "eval_pair_accuracy", "eval_reward_chosen"}
+    assert {"eval_reward_rejected", "eval_pair_margin"} <= (await evaluate_preferences(make_parts(), rows, OBJECTIVES["kto"])).keys()
+
+
+async def test_a_reference_with_bad_numbers_is_named():
+    backend = create_reference_backend(create_tiny_model())
+    torch.nn.init.constant_(backend.model.get_output_embeddings().weight, math.nan)
+    with pytest.raises(BackendError, match="log-probs of pair 0 under the reference are nan and nan, expected finite numbers"):
+        await score_reference(backend, make_pairs(2))
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
