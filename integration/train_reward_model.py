@@ -5,6 +5,7 @@ Then `python -m integration.train --mode rl --reward.model rm` takes its scores 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from typing import Annotated
 import tyro
 
 from integration.run.exit_status import run_command
+from integration.run.signal_watch import Patience
 from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base, write_out_short
 from integration.settings.help_text import Screen
 from integration.settings.reward_model import RewardModelConfig
+from rollouts.config import check_setting
 
 PROGRAM = "python -m integration.train_reward_model"
 SCREEN = Screen(
@@ -42,6 +45,7 @@ Train a reward model on pairs of answers; `python -m integration.train --reward.
   --seed N                      seed of weights, pairs and their order (default: 0)
   --num-threads N               CPU threads of torch
   --quiet                       only the summary
+  --grace-s S                   after Ctrl-C: an evaluation has S/2 seconds to end, an update S seconds (default: 30)
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:
 {sections}
@@ -65,6 +69,9 @@ class _Arguments:
     """with --resume: go on although files of the training data have changed since the checkpoint; without it that is an error"""
     quiet: bool = False
     """print only the summary"""
+    grace_s: float | None = 30.0
+    """seconds from the first Ctrl-C or SIGTERM to the end of the run, without those in which a checkpoint is written; an evaluation is
+    given up after half of them, with its step saved, an update after all of them; None = wait for the end of the step"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
     """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
@@ -72,14 +79,23 @@ class _Arguments:
 def parse(argv: Sequence[str]) -> _Arguments:
     """Parse the command line. Raises ConfigError; SystemExit for the help and for unknown options."""
     argv = write_out_short(answer_help(argv, lambda: _Arguments(config=RewardModelConfig()), PROGRAM, SCREEN), ["log"])
-    return parse_flags(argv, _Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
+    arguments = parse_flags(argv, _Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
+    grace_s = arguments.grace_s
+    check_setting(grace_s is None or 0 < grace_s < math.inf, "--grace-s", grace_s, "a number of seconds above 0")
+    return arguments
 
 
 def run(command: _Arguments) -> int:
     """Execute a command line. Returns the exit status."""
     from integration.run import reward_model  # imports torch, which the help does not need
 
-    return reward_model.run(command.config, resume=command.resume, quiet=command.quiet, accepts_changed_data=command.accept_changed_data)
+    return reward_model.run(
+        command.config,
+        resume=command.resume,
+        quiet=command.quiet,
+        accepts_changed_data=command.accept_changed_data,
+        patience=Patience(grace_s=command.grace_s),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -195,7 +195,7 @@ class _AsyncLoop:
         """Run one step. Return whether it is the last one."""
         run, executor, clock = self._run, self._executor, self._run.parts.clock
         started = clock()
-        with run.abandonment.guard() as guarded:
+        with run.abandonment.guard("the wait for rollouts") as guarded:
             rollouts = await self._wait_for_batch()
         if guarded.is_abandoned:
             await self._save_abandoned()
@@ -231,7 +231,7 @@ class _AsyncLoop:
         measure_throughput(metrics, sum(len(sample.tokens) for sample in rollouts.samples))
         self.history.append(metrics)
         if is_last:  # no rollout starts, and stopped ones stay in the executor for the caller to save
-            await run.finish_step(self._finished, metrics, stopping)
+            await self._finish_step(metrics, stopping)
         else:
             await self._go_on(metrics)
         return is_last
@@ -240,13 +240,20 @@ class _AsyncLoop:
         """Log the line of the last finished step and let rollouts start under the new weights; in this order if max_staleness is 0."""
         run, finished = self._run, self._finished
         if self._executor.asynchronous.max_staleness == 0 or not run.is_evaluation_due(finished):
-            await run.finish_step(finished, metrics, stopping=False)
+            await self._finish_step(metrics, stopping=False)
             if not run.has_ended:
                 self._open_version()
         else:
             self._open_version()
             self._line = _Line()
             self._nursery.start_soon(self._evaluate_beside, finished, metrics, self._line)
+
+    async def _finish_step(self, metrics: Metrics, stopping: bool) -> None:
+        """Evaluate and log the last finished step; save it if its evaluation is given up, which the resumed run makes."""
+        with self._run.abandonment.guard(f"the evaluation of step {self._finished}") as guarded:
+            await self._run.finish_step(self._finished, metrics, stopping)
+        if guarded.is_abandoned:
+            await self._save_abandoned()
 
     def _open_version(self) -> None:
         if self._run.served.version > self._executor.version:

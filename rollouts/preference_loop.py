@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -30,6 +30,7 @@ from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
+    Abandonment,
     EvaluateFn,
     Metrics,
     PendingOptimizerStep,
@@ -67,6 +68,8 @@ class PreferenceParts:
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run
     inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
+    abandonment: Abandonment | None = None  # its request ends the run with a checkpoint of the last finished step, also within an
+    # evaluation; None = never
 
 
 async def score_reference(
@@ -171,6 +174,7 @@ async def train_preferences(
     *,
     heldout: Sequence[PreferenceRow] = (),
     start_step: int = 0,
+    unfinished: Mapping[str, float] | None = None,
 ) -> list[Metrics]:
     """Train a policy on preferences for config.num_steps optimizer steps. No state is kept between calls: same arguments, same metrics.
 
@@ -179,6 +183,7 @@ async def train_preferences(
         objective: result of preference_objectives.dpo, simpo, kto, ...
         heldout: rows for evaluate_preferences every config.eval_every steps and after the last one; () = no evaluation.
         start_step: finished steps of the resumed run (the backend already restored).
+        unfinished: metrics of step start_step, whose evaluation was given up (RunState.metrics); it is made first. None = it was not.
 
     Returns: one dict per step from start_step on: loss, the metrics of the loss, num_pairs or num_answers, grad_norm, lr, step_s; if
         evaluated, the keys of evaluate_preferences and of parts.evaluate.
@@ -187,34 +192,43 @@ async def train_preferences(
     """
     check_preferences(parts, rows, heldout, objective, config)
     history: deque[Metrics] = deque(maxlen=config.history_steps)
-    best, directory = parts.best, parts.checkpoint_dir
+    best, directory, abandonment = parts.best, parts.checkpoint_dir, parts.abandonment or Abandonment()
     async with open_checkpoints(parts.backend, directory, parts.keep_last_n) as checkpoints:
-        for step in range(start_step, config.num_steps):
+        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
             if best is not None and best.has_ended:
                 break
             if checkpoints is not None:
                 checkpoints.check()  # a run that cannot be saved ends soon
-            started, finished = parts.clock(), step + 1
-            async with note_checkpoint(finished, checkpoints):
-                metrics = await _train_step(parts, rows, objective, config, step)
-            stopping = require_flag(parts.should_stop(), "should_stop")
-            num_tokens = int(metrics.pop("row_tokens"))
-            metrics["step_s"] = parts.clock() - started
-            measure_throughput(metrics, num_tokens)
+            started, finished, stopping = parts.clock(), step + 1, False
+            if unfinished is None:
+                async with note_checkpoint(finished, checkpoints):
+                    metrics = await _train_step(parts, rows, objective, config, step)
+                stopping = require_flag(parts.should_stop(), "should_stop")
+                num_tokens = int(metrics.pop("row_tokens"))
+                metrics["step_s"] = parts.clock() - started
+                measure_throughput(metrics, num_tokens)
+            else:
+                metrics, unfinished = dict(unfinished), None
+            guarded = None
             if (heldout or parts.evaluate is not None) and is_due(finished, config.eval_every, config.num_steps):
-                metrics.update(await measure_preferences(parts, heldout, objective, config))
-                metrics["evaluate_s"] = parts.clock() - started - metrics["step_s"]
-                stopping = add_to(best, metrics, finished) or stopping
+                trained = parts.clock()
+                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
+                    metrics.update(await measure_preferences(parts, heldout, objective, config))
+                    metrics["evaluate_s"] = parts.clock() - trained
+                    stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
+            gives_up = guarded is not None and guarded.is_abandoned
             is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
-            if parts.metrics_logger is not None and is_line:
+            if parts.metrics_logger is not None and is_line and not gives_up:
                 parts.metrics_logger.log(metrics, finished)
+            stopping = stopping or gives_up
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
                 offset = log_offset(parts.metrics_logger)
                 state = RunState(
                     stage=STAGE, step=finished, metrics_bytes=offset, num_rows=len(rows), best=state_of(best), inputs=parts.inputs
                 )
+                state = replace(state, metrics=metrics) if gives_up else state
                 await checkpoints.save(state, metrics, protected=protect(best, directory))
             if stopping:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
+    Abandonment,
     Metrics,
     PendingOptimizerStep,
     is_checkpoint_due,
@@ -95,6 +96,8 @@ async def train_reward_model(
     clock: Callable[[], float] = time.monotonic,
     best: BestCheckpoint | None = None,
     inputs: RunInputs | None = None,
+    abandonment: Abandonment | None = None,
+    unfinished: Mapping[str, float] | None = None,
 ) -> list[Metrics]:
     """Train a model to score the chosen answer of each pair above the rejected one, for config.num_steps optimizer steps.
 
@@ -112,12 +115,55 @@ async def train_reward_model(
         clock: time in seconds, for keys that end in `_s`.
         best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
         inputs: marks of data and settings, written to each checkpoint.
+        abandonment: its request ends the run with a checkpoint of the last finished step, also within an evaluation; None = never.
+        unfinished: metrics of step start_step, whose evaluation was given up (RunState.metrics); it is made first. None = it was not.
 
     Returns: one dict per step from start_step on: loss, score_accuracy, score_margin, score_chosen, score_rejected, num_pairs, grad_norm,
         lr, step_s; if evaluated, the keys of evaluate_reward_model.
     Raises: DataError (nothing to train on), ConfigError (the backend computes no scores, or cannot checkpoint), and the errors of the
         backend's futures.
     """
+    _check(backend, pairs, heldout)
+    history, abandonment = deque[Metrics](maxlen=config.history_steps), abandonment or Abandonment()
+    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
+        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
+            if best is not None and best.has_ended:
+                break
+            if checkpoints is not None:
+                checkpoints.check()  # a run that cannot be saved ends soon
+            started, finished, stopping = clock(), step + 1, False
+            if unfinished is None:
+                async with note_checkpoint(finished, checkpoints):
+                    metrics, num_tokens = await _train_step(backend, pairs, config, step, pad_id)
+                stopping = require_flag(should_stop(), "should_stop")
+                metrics["step_s"] = clock() - started
+                measure_throughput(metrics, num_tokens)
+            else:
+                metrics, unfinished = dict(unfinished), None
+            guarded = None
+            if heldout and is_due(finished, config.eval_every, config.num_steps):
+                limit, trained = config.max_tokens_per_microbatch, clock()
+                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
+                    metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
+                    metrics["evaluate_s"] = clock() - trained
+                    stopping = add_to(best, metrics, finished) or stopping
+            history.append(metrics)
+            gives_up = guarded is not None and guarded.is_abandoned
+            is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
+            if metrics_logger is not None and is_line and not gives_up:
+                metrics_logger.log(metrics, finished)
+            stopping = stopping or gives_up
+            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
+            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
+                state = RunState(stage=STAGE, step=finished, metrics_bytes=log_offset(metrics_logger), best=state_of(best), inputs=inputs)
+                state = replace(state, metrics=metrics) if gives_up else state
+                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
+            if stopping:
+                break
+    return list(history)
+
+
+def _check(backend: TrainingBackend, pairs: Sequence[PreferencePair], heldout: Sequence[PreferencePair]) -> None:
     if not pairs:
         raise DataError("there are no pairs to train on (found 0): check the data path and its filters")
     _require_scores(backend)
@@ -125,37 +171,15 @@ async def train_reward_model(
     for what, some in (("pair", pairs), ("held-out pair", heldout)):
         check_samples((pair.chosen for pair in some), limits, f"the chosen answer of {what}")
         check_samples((pair.rejected for pair in some), limits, f"the rejected answer of {what}")
-    history: deque[Metrics] = deque(maxlen=config.history_steps)
-    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
-        for step in range(start_step, config.num_steps):
-            if best is not None and best.has_ended:
-                break
-            if checkpoints is not None:
-                checkpoints.check()  # a run that cannot be saved ends soon
-            started = clock()
-            batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)
-            async with note_checkpoint(step + 1, checkpoints):
-                metrics = await _submit_step(backend, batch, config.max_tokens_per_microbatch).result()
-            finished = step + 1
-            stopping = require_flag(should_stop(), "should_stop")
-            metrics["num_pairs"] = float(config.batch_size)
-            metrics["step_s"] = clock() - started
-            measure_throughput(metrics, int(batch.lengths.sum()))
-            if heldout and is_due(finished, config.eval_every, config.num_steps):
-                limit = config.max_tokens_per_microbatch
-                metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
-                metrics["evaluate_s"] = clock() - started - metrics["step_s"]
-                stopping = add_to(best, metrics, finished) or stopping
-            history.append(metrics)
-            if metrics_logger is not None and (stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)):
-                metrics_logger.log(metrics, finished)
-            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                state = RunState(stage=STAGE, step=finished, metrics_bytes=log_offset(metrics_logger), best=state_of(best), inputs=inputs)
-                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
-            if stopping:
-                break
-    return list(history)
+
+
+async def _train_step(
+    backend: TrainingBackend, pairs: Sequence[PreferencePair], config: RewardModelTrainingConfig, step: int, pad_id: int
+) -> tuple[Metrics, int]:
+    """Train on the pairs of a step, 0-based. Returns its metrics and the number of tokens of its rows."""
+    batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)
+    metrics = await _submit_step(backend, batch, config.max_tokens_per_microbatch).result()
+    return {**metrics, "num_pairs": float(config.batch_size)}, int(batch.lengths.sum())
 
 
 def _submit_step(backend: TrainingBackend, batch: TrainBatch, max_tokens: int) -> PendingOptimizerStep:

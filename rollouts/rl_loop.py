@@ -56,7 +56,7 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
         if run.has_ended:
             break
         started = clock()
-        with run.abandonment.guard(source.state_dict) as guarded:
+        with run.abandonment.guard("the wait for rollouts", source.state_dict) as guarded:
             rollouts = await source.generate_batch()
         if guarded.is_abandoned:
             if not run.is_saved(step):
@@ -77,7 +77,7 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
         metrics |= {"checkpoint_s": saved - trained, "sync_s": clock() - saved, "step_s": clock() - started}
         measure_throughput(metrics, sum(len(sample.tokens) for sample in rollouts.samples))
         metrics_bytes = run.log_offset
-        with run.abandonment.guard() as guarded:
+        with run.abandonment.guard(f"the evaluation of step {finished}") as guarded:
             await run.finish_step(finished, metrics, stopping)
         history.append(metrics)
         if guarded.is_abandoned and not run.is_saved(finished):

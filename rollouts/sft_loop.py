@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.run_state import RunInputs, RunState
 from rollouts.training.steps import (
+    Abandonment,
     EvaluateFn,
     Metrics,
     is_checkpoint_due,
@@ -110,6 +111,8 @@ async def run_sft_training(
     clock: Callable[[], float] = time.monotonic,
     best: BestCheckpoint | None = None,
     inputs: RunInputs | None = None,
+    abandonment: Abandonment | None = None,
+    unfinished: Mapping[str, float] | None = None,
 ) -> list[Metrics]:
     """Train on samples for config.num_steps optimizer steps. The loss is the mean negative log-likelihood of the trained tokens.
 
@@ -128,6 +131,8 @@ async def run_sft_training(
         clock: time in seconds, for keys that end in `_s`.
         best: keeps the checkpoint of the best evaluation, and may end the run; a resumed run passes it with its state restored.
         inputs: marks of data and settings, written to each checkpoint.
+        abandonment: its request ends the run with a checkpoint of the last finished step, also within an evaluation; None = never.
+        unfinished: metrics of step start_step, whose evaluation was given up (RunState.metrics); it is made first. None = it was not.
 
     Returns: one dict per step from start_step on, or of the last config.history_steps ones.
     Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
@@ -135,48 +140,65 @@ async def run_sft_training(
         of the backend's futures.
     """
     _check(backend, samples, config)
-    history, signs = deque[Metrics](maxlen=config.history_steps), Signs()
+    history, signs, abandonment = deque[Metrics](maxlen=config.history_steps), Signs(), abandonment or Abandonment()
     async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
-        for step in range(start_step, config.num_steps):
+        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
             if best is not None and best.has_ended:
                 break
             if checkpoints is not None:
                 checkpoints.check()  # a run that cannot be saved ends soon
-            started = clock()
-            rows = select_sft_rows(samples, step, config.batch_size, config.seed)
-            if isinstance(samples, LazyRows):
-                check_samples(rows, find_limits(backend))
-            batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout, kept=None)  # the likelihood is that of all tokens
-            pending = submit_optimizer_step(
-                backend,
-                batch,
-                sft_loss,
-                weigh=token_mean,
-                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
-                with_entropy=True,
-                router_balance_coef=config.router_balance_coef,
-            )
-            async with note_checkpoint(step + 1, checkpoints):
-                metrics = await pending.result()
-            signs, found = look(signs, metrics, in_rl=False)
-            _warn(found)
-            finished, stopping = step + 1, require_flag(should_stop(), "should_stop")
-            metrics["step_s"] = clock() - started
-            measure_throughput(metrics, int(batch.lengths.sum()))
+            started, finished, stopping = clock(), step + 1, False
+            if unfinished is None:
+                async with note_checkpoint(finished, checkpoints):
+                    metrics, num_tokens = await _train_step(backend, samples, config, step, pad_id)
+                signs, found = look(signs, metrics, in_rl=False)
+                _warn(found)
+                stopping = require_flag(should_stop(), "should_stop")
+                metrics["step_s"] = clock() - started
+                measure_throughput(metrics, num_tokens)
+            else:
+                metrics, unfinished = dict(unfinished), None
+            guarded = None
             if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
-                metrics.update(await evaluate())
-                metrics["evaluate_s"] = clock() - started - metrics["step_s"]
-                stopping = add_to(best, metrics, finished) or stopping
+                trained = clock()
+                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
+                    metrics.update(await evaluate())
+                    metrics["evaluate_s"] = clock() - trained
+                    stopping = add_to(best, metrics, finished) or stopping
             history.append(metrics)
-            if metrics_logger is not None and (stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)):
+            gives_up = guarded is not None and guarded.is_abandoned
+            is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
+            if metrics_logger is not None and is_line and not gives_up:
                 metrics_logger.log(metrics, finished)
+            stopping = stopping or gives_up
             due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
             if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
                 state = _describe_run(finished, len(samples), metrics_logger, best, inputs)
+                state = replace(state, metrics=metrics) if gives_up else state
                 await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
             if stopping:
                 break
     return list(history)
+
+
+async def _train_step(
+    backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig, step: int, pad_id: int
+) -> tuple[Metrics, int]:
+    """Train on the rows of a step, 0-based. Returns its metrics and the number of tokens of its rows."""
+    rows = select_sft_rows(samples, step, config.batch_size, config.seed)
+    if isinstance(samples, LazyRows):
+        check_samples(rows, find_limits(backend))
+    batch = replace(collate_samples(rows, pad_id=pad_id), dropout=config.dropout, kept=None)  # the likelihood is that of all tokens
+    pending = submit_optimizer_step(
+        backend,
+        batch,
+        sft_loss,
+        weigh=token_mean,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        with_entropy=True,
+        router_balance_coef=config.router_balance_coef,
+    )
+    return await pending.result(), int(batch.lengths.sum())
 
 
 def _warn(found: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ async def watch_signals(
     """Finish the step, write a checkpoint and end at the first Ctrl-C (or SIGTERM); cancel at the second. watch_beside enforces the end.
 
     Args:
-        grace_s: seconds from the first signal to the end of the run, after half of which a step that is not being trained on is given up.
+        grace_s: seconds from the first signal to the end of the run; after half of them a wait for rollouts or an evaluation is given up.
     """
     async with trio.open_nursery() as nursery:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -89,8 +89,8 @@ async def watch_signals(
 
 async def _abandon_after(seconds: float, stop: StopRequest, say: Callable[[str], None]) -> None:
     await trio.sleep(seconds)
-    say(f"the step has not ended within {seconds:g} s (half of --grace-s): it is given up, and the last finished step is saved")
-    stop.abandonment.request()
+    after = f"{seconds:g} s after the signal (half of --grace-s): --resume goes on behind the last finished step"
+    stop.abandonment.request(lambda work: say(f"{work} is given up {after}"))
 
 
 class measure_seconds:  # a context manager reads as a verb

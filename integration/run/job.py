@@ -62,7 +62,7 @@ from rollouts.config_files import load_config, to_dict
 from rollouts.errors import make_safe, raise_single_errors, redact
 from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import has_checkpoints, lock_run_directory
+from rollouts.training.checkpoints import has_checkpoints, lock_run_directory, watch_saves
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
 from rollouts.training.run_state import RunInputs
 
@@ -85,7 +85,6 @@ MAY_CHANGE_ON_RESUME = (
         "checkpoint.",
         "hardware.",
         "profile.",
-        "on_bad.",
     ),
     *("backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp.", "on_bad."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
@@ -192,8 +191,9 @@ async def run_until_stopped(
         inputs=inputs,
         abandonment=stop.abandonment,
     )
+    saving = watch_saves([output_dir / stage / CHECKPOINTS for stage in ("sft", "dpo", "rl")])
     finished = False
-    with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps):
+    with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving):
         async with trio.open_nursery() as nursery:
             watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel, command.patience.grace_s)
             await nursery.start(watch)

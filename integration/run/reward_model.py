@@ -24,7 +24,7 @@ from integration.parts.models import create_model, describe_hardware, fix_hardwa
 from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds, prepare_directory, read_facts, watch_signals
 from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED
-from integration.run.signal_watch import watch_beside
+from integration.run.signal_watch import Patience, watch_beside
 from integration.run.stages import CHECKPOINTS, RunControl, create_task, finished_checkpoint, read_step, restore_best
 from integration.run.summary import describe_best, draw_curves, find_best
 from integration.settings.command_line import MODEL_DIRECTORY
@@ -48,8 +48,9 @@ from rollouts.models.prepare import recompute_activations
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory
+from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory, watch_saves
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, StageLogger, read_metrics
+from rollouts.training.run_state import read_run_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,19 +139,19 @@ async def run_reward_model(
     if config.backend.gradient_checkpointing:
         recompute_activations(backend.model)
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
-    checkpoint_dir, pad_id, start_step = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0
+    checkpoint_dir, pad_id, start_step, unfinished = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0, None
     best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
     source = latest_checkpoint(checkpoint_dir)
     async with open_pipeline(backend) as pipeline:
         if source is not None:
-            start_step = read_step(source, STAGE)
+            start_step, unfinished = read_step(source, STAGE), read_run_state(source).metrics
             restore_best(best, source)
             await pipeline.load_checkpoint(source).result()
             control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
         elif logger is not None:
             limit = config.loop.max_tokens_per_microbatch
             logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit), 0)
-        if start_step < config.training.num_steps:
+        if start_step < config.training.num_steps or unfinished is not None:
             await train_reward_model(
                 pipeline,
                 train,
@@ -165,8 +166,10 @@ async def run_reward_model(
                 clock=control.clock,
                 best=best,
                 inputs=control.inputs,
+                abandonment=control.abandonment,
+                unfinished=unfinished,
             )
-        if finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
+        if control.abandonment.is_requested or finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
             return None
         found = None if best is None else best.find_checkpoint(checkpoint_dir)
         if found is not None:
@@ -186,14 +189,14 @@ async def _export(backend: CheckpointingBackend, output_dir: Path) -> None:
         unfinished.rename(target)
 
 
-async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, start: Start, control: RunControl) -> bool:
+async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, start: Start, control: RunControl, patience: Patience) -> bool:
     """Call run_reward_model with signal handling. Returns whether it reached its end."""
     stop = StopRequest()
-    control = replace(control, should_stop=stop.is_requested)
+    control = replace(control, should_stop=stop.is_requested, abandonment=stop.abandonment)
     model: Path | None = None
-    with raise_single_errors(), watch_beside():
+    with raise_single_errors(), watch_beside(patience, is_saving=watch_saves([output_dir / CHECKPOINTS])):
         async with trio.open_nursery() as nursery:
-            await nursery.start(partial(watch_signals, stop, control.say, nursery.cancel_scope.cancel))
+            await nursery.start(partial(watch_signals, stop, control.say, nursery.cancel_scope.cancel, patience.grace_s))
             with measure_seconds(output_dir, STAGE, control.clock):
                 model = await run_reward_model(config, output_dir, control, start=start)
             nursery.cancel_scope.cancel()
@@ -226,13 +229,16 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
     }
 
 
-def run(config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed_data: bool = False) -> int:
+def run(
+    config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed_data: bool = False, patience: Patience | None = None
+) -> int:
     """Train a reward model in its run directory. Returns the exit status.
 
     Args:
         resume: go on with the interrupted run there.
         quiet: print only the summary.
         accepts_changed_data: see prepare_directory.
+        patience: limits of the time after a signal; None = without limit.
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -262,7 +268,8 @@ def run(config: RewardModelConfig, *, resume: bool, quiet: bool, accepts_changed
         further = create_loggers(config.loggers, identity)
         logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
         try:
-            finished = trio.run(_run_until_stopped, config, output_dir, start, RunControl(logger=logger, say=progress.say, inputs=inputs))
+            control = RunControl(logger=logger, say=progress.say, inputs=inputs)
+            finished = trio.run(_run_until_stopped, config, output_dir, start, control, patience or Patience())
         finally:
             logger.finish()
         if not finished:

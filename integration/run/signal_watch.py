@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     import trio
 
 END_S = 2.0  # seconds from the second signal to the end of the process, for cleanup
+SAVE_S = 300.0  # most seconds for which the end of a run waits for the checkpoint that is being written
 STUCK_S = 5.0  # seconds from an unanswered alarm to the end of the process
+_TICK_S = 0.1  # seconds between two looks at whether a checkpoint is written
 EXIT_STUCK, EXIT_STOPPED = 1, 130
 
 
@@ -34,12 +36,15 @@ EXIT_STUCK, EXIT_STOPPED = 1, 130
 class Patience:
     """Limits of the time after a signal, and of that without a step."""
 
-    grace_s: float | None = None  # seconds from the first signal to the end of the run, more than 0; None = to the end of the step
+    grace_s: float | None = None  # seconds from the first signal to the end of the run, more than 0, without those in which a
+    # checkpoint is written; None = to the end of the step
     stall_s: float | None = None  # seconds without the end of a step after which all stacks are printed, more than 0; None = never
 
 
 @contextmanager
-def watch_beside(patience: Patience | None = None, count_steps: Callable[[], int] = lambda: 0) -> Generator[None]:
+def watch_beside(
+    patience: Patience | None = None, count_steps: Callable[[], int] = lambda: 0, is_saving: Callable[[], bool] = lambda: False
+) -> Generator[None]:
     """Watch signals in the block: the second SIGINT or SIGTERM ends the process, SIGUSR1 prints tasks, an unanswered alarm ends the run.
 
     Does nothing if trio is not in the main thread, as only the main thread receives signals.
@@ -47,6 +52,7 @@ def watch_beside(patience: Patience | None = None, count_steps: Callable[[], int
     Args:
         patience: when a first signal counts as a second one, and when a run without a step is one to look at.
         count_steps: the number of ended steps, asked by another thread.
+        is_saving: whether a checkpoint is being written, asked by another thread; up to SAVE_S of that time do not count as grace.
     """
     patience = patience or Patience()
     if threading.current_thread() is not threading.main_thread():
@@ -57,7 +63,7 @@ def watch_beside(patience: Patience | None = None, count_steps: Callable[[], int
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     trios = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    watch = _Watch(ours, trios, trio.lowlevel.current_root_task(), trio.lowlevel.current_trio_token(), patience.grace_s)
+    watch = _Watch(ours, trios, trio.lowlevel.current_root_task(), trio.lowlevel.current_trio_token(), patience.grace_s, is_saving)
     threads = [threading.Thread(target=watch.listen, name="signals", daemon=True)]
     if patience.stall_s is not None:
         threads.append(threading.Thread(target=watch.look_for_stalls, args=(patience.stall_s, count_steps), name="stalls", daemon=True))
@@ -75,8 +81,17 @@ def watch_beside(patience: Patience | None = None, count_steps: Callable[[], int
 
 
 class _Watch:
-    def __init__(self, numbers: socket.socket, trios: int, root: Any, token: trio.lowlevel.TrioToken, grace_s: float | None) -> None:
-        self._numbers, self._trios, self._root, self._token, self._grace_s = numbers, trios, root, token, grace_s
+    def __init__(
+        self,
+        numbers: socket.socket,
+        trios: int,
+        root: Any,
+        token: trio.lowlevel.TrioToken,
+        grace_s: float | None,
+        is_saving: Callable[[], bool],
+    ) -> None:
+        self._numbers, self._trios, self._root, self._token = numbers, trios, root, token
+        self._grace_s, self._is_saving = grace_s, is_saving
         self._num_stops = 0
         self._check: threading.Thread | None = None
         self.ended = threading.Event()
@@ -123,11 +138,19 @@ class _Watch:
 
     def _stop_after(self, grace_s: float) -> None:
         """Send this process a second signal when the grace is over."""
-        if not self.ended.wait(grace_s) and self._num_stops == 1:
-            with suppress(OSError):
-                told = f"the run has not ended within {grace_s:g} s (--grace-s): the step or checkpoint in progress is abandoned\n"
-                os.write(2, told.encode())
-            os.kill(os.getpid(), signal.SIGTERM)
+        left, saving, now = grace_s, SAVE_S, time.monotonic()
+        while left > 0:
+            if self.ended.wait(min(left, _TICK_S)) or self._num_stops > 1:
+                return
+            before, now = now, time.monotonic()
+            if saving > 0 and self._is_saving():
+                saving -= now - before
+            else:
+                left -= now - before
+        with suppress(OSError):
+            told = f"the run has not ended within {grace_s:g} s (--grace-s): the step in progress is abandoned\n"
+            os.write(2, told.encode())
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self) -> None:
         if not self.ended.wait(END_S):

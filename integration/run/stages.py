@@ -94,7 +94,7 @@ class RunControl:
     group: RankGroup | None = None  # the training processes, led by this one; None = this process trains alone
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))  # environment variables of launched servers
     inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
-    abandonment: Abandonment = field(default_factory=Abandonment)  # request to give up the RL step under way
+    abandonment: Abandonment = field(default_factory=Abandonment)  # request to give up what the run waits for
 
 
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
@@ -111,12 +111,12 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     control.watch_backend(backend, "policy")
     checkpoint_dir = output_dir / CHECKPOINTS
     source = latest_checkpoint(checkpoint_dir)
-    start_step = 0
+    start_step, unfinished = 0, None
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
         engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
         evaluation, best = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl"), create_best(config, task, "sft")
         if source is not None:
-            start_step = read_step(source, "sft")
+            start_step, unfinished = read_step(source, "sft"), read_run_state(source).metrics
             restore_best(best, source)
             await pipeline.load_checkpoint(source).result()
             control.say(f"SFT goes on after step {start_step} of {config.sft.num_steps}")
@@ -125,7 +125,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 logger.log(before, 0)
             if "eval_accuracy" in before:
                 control.say(f"{name_measure(before)} before SFT: {before['eval_accuracy']:.3f}")
-        if start_step < config.sft.num_steps and not (best is not None and best.has_ended):
+        if (start_step < config.sft.num_steps or unfinished is not None) and not (best is not None and best.has_ended):
             samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
             if source is not None:
                 check_num_rows(source, len(samples))
@@ -143,7 +143,11 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 clock=control.clock,
                 best=best,
                 inputs=control.inputs,
+                abandonment=control.abandonment,
+                unfinished=unfinished,
             )
+    if control.abandonment.is_requested:
+        return None
     last = finished_checkpoint(checkpoint_dir, config.sft.num_steps, best)
     return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
 

@@ -107,8 +107,9 @@ class _Arguments:
     log_level: str = DEFAULT_LEVEL
     """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
     grace_s: float | None = 30.0
-    """seconds from the first Ctrl-C or SIGTERM to the end of the run; a step that waits for rollouts is given up after half of them,
-    and the last finished step is saved; None = wait for the end of the step"""
+    """seconds from the first Ctrl-C or SIGTERM to the end of the run, without those in which a checkpoint is written; a wait for rollouts
+    or an evaluation is given up after half of them, with the last finished step saved, an update after all of them, which loses the steps
+    since the newest checkpoint; None = wait for the end of the step"""
     stall_s: float | None = None
     """seconds without the end of a step after which all tasks and the stacks of all threads are printed on stderr; None = never"""
     push_to_hub: str | None = None

@@ -40,7 +40,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, prefer
   --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
   --push-to-hub ORG/NAME        publish the trained model on the Hugging Face hub, with a card of its settings and results
   --log-level LEVEL, --quiet    messages on stderr; only the summary
-  --grace-s S                   end at most S seconds after Ctrl-C or SIGTERM, with the last finished step saved (default: 30)
+  --grace-s S                   after Ctrl-C: rollouts and evaluations have S/2 seconds to end, updates S seconds (default: 30)
   --stall-s S                   print the stacks of all tasks and threads after S seconds without the end of a step (default: never)
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:

@@ -206,6 +206,17 @@ async def stage_checkpoint(
     return partial(_complete, write, text, temporary, target, keep_last_n, frozenset(path.resolve() for path in protected))
 
 
+def watch_saves(directories: Collection[Path]) -> Callable[[], bool]:
+    """Return a function that tells whether this process is writing a checkpoint into one of the directories. For any thread."""
+    names = tuple(f"{_TEMPORARY_PREFIX}*_{os.getpid()}{end}" for end in ("", "_*"))
+
+    def find() -> set[Path]:
+        return {path for directory in directories for name in names for path in directory.glob(name)}
+
+    left_over = find()  # by a killed process of the same number, as in a container
+    return lambda: bool(find() - left_over)
+
+
 async def run_shielded(function: Callable[[], T]) -> T:
     """Run a function in a thread, to its end even if the task is cancelled meanwhile."""
     results: list[T] = []

@@ -44,8 +44,11 @@ class RunState:
 
     stage: str  # sft, rl, reward_model or dpo
     step: int  # finished steps
-    metrics_bytes: int | None = None  # length of the metrics file, in RL before the line of the step, else behind it; None = no file
-    metrics: Mapping[str, float] | None = None  # RL: metrics of the step, whose line may not have been written
+    metrics_bytes: int | None = (
+        None  # length of the metrics file, with `metrics` before the line of the step, else behind it; None = no file
+    )
+    metrics: Mapping[str, float] | None = None  # metrics of the step, whose line may not have been written: in RL, and of other stages
+    # if the evaluation of the step was given up; the resumed run evaluates and writes the line. None = the line was written
     rollouts: Mapping[str, Any] | None = None  # RL: state of the source of rollouts, position in the data included
     weight_version: int | None = None  # RL: version of the policy
     kl_coef: float | None = None  # RL: coefficient of the KL controller; None = there is none

@@ -46,27 +46,36 @@ def measure_throughput(metrics: Metrics, num_tokens: int) -> None:
 
 
 class Abandonment:
-    """Request, made by another task, to give up the step under way where nothing but the step is lost: before its updates."""
+    """Request, made by another task, to give up what loses the step under way, or its evaluation, and nothing else: never an update."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self._guards: list[AbandonedWork] = []
+        self._tell: Callable[[str], None] = lambda work: None
 
-    def request(self) -> None:
-        """Cancel the guarded work, and all that comes."""
+    def request(self, tell: Callable[[str], None] | None = None) -> None:
+        """Cancel the guarded work, and all that comes.
+
+        Args:
+            tell: called with the name of each work that is given up, once it has ended; not for work that ends by itself.
+        """
         self.is_requested = True
+        if tell is not None:
+            self._tell = tell
         for guard in tuple(self._guards):
             guard.cancel()
 
     @contextmanager
-    def guard(self, take_state: Callable[[], Mapping[str, Any]] = dict[str, Any]) -> Generator[AbandonedWork]:
+    def guard(self, work: str, take_state: Callable[[], Mapping[str, Any]] = dict[str, Any]) -> Generator[AbandonedWork]:
         """Guard the block: a request cancels it.
 
         Args:
+            work: name of what the block does, for messages.
             take_state: called before the block is cancelled; its result is the state to go on from.
         """
-        with trio.CancelScope() as scope:
-            guarded = AbandonedWork(scope, take_state)
+        scope = trio.CancelScope()
+        guarded = AbandonedWork(scope, take_state)
+        with scope:
             self._guards.append(guarded)
             if self.is_requested:
                 guarded.cancel()
@@ -74,6 +83,8 @@ class Abandonment:
                 yield guarded
             finally:
                 self._guards.remove(guarded)
+        if guarded.is_abandoned:
+            self._tell(work)
 
 
 class AbandonedWork:

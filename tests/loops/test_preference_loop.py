@@ -35,6 +35,7 @@ from rollouts.training.best import BestCheckpoint
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.run_state import read_run_state
+from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 
@@ -210,6 +211,20 @@ async def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(name: str, t
     ours, theirs = [await parts.backend.get_weights().result() for parts in (resumed, whole)]
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+async def test_an_evaluation_that_is_given_up_is_made_by_the_resumed_run(tmp_path: Path):
+    rows, told, abandonment = make_pairs(), [], Abandonment()
+    abandonment.request(told.append)
+    async with open_pipeline(create_pytorch_backend(create_tiny_model(), lr=5e-3)) as pipeline:
+        parts = make_parts(pipeline, checkpoint_dir=tmp_path, abandonment=abandonment)
+        given = (rows, OBJECTIVES["dpo"], config(eval_every=2))
+        history = await train_preferences(parts, *given, heldout=rows[:8])
+        assert told == ["the evaluation of step 2"] and "eval_loss" not in history[-1]
+        state = read_run_state(tmp_path / "step_0002")
+        rest = await train_preferences(make_parts(pipeline), *given, heldout=rows[:8], start_step=2, unfinished=state.metrics)
+    expected = await train_preferences(make_parts(), *given, heldout=rows[:8])
+    assert without_times([*history[:-1], *rest]) == without_times(expected)
 
 
 async def test_the_best_checkpoint_is_kept_and_training_ends_without_improvement(tmp_path: Path):

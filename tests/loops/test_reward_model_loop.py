@@ -23,6 +23,7 @@ from rollouts.testing import create_tiny_model
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.run_state import read_run_state
+from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 
@@ -115,6 +116,18 @@ async def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path: Pa
     assert without_times(first + second) == without_times(expected)
     assert torch.equal(resumed.model.score.weight, whole.model.score.weight)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_an_evaluation_that_is_given_up_is_made_by_the_resumed_run(tmp_path: Path):
+    pairs, told, abandonment, given = make_pairs(), [], Abandonment(), config(num_steps=4, eval_every=2)
+    abandonment.request(told.append)
+    async with open_pipeline(make_backend()) as pipeline:
+        history = await train_reward_model(pipeline, pairs, given, heldout=pairs[:8], checkpoint_dir=tmp_path, abandonment=abandonment)
+        assert told == ["the evaluation of step 2"] and "eval_loss" not in history[-1]
+        state = read_run_state(tmp_path / "step_0002")
+        rest = await train_reward_model(pipeline, pairs, given, heldout=pairs[:8], start_step=2, unfinished=state.metrics)
+    expected = await train_reward_model(make_backend(), pairs, given, heldout=pairs[:8])
+    assert without_times([*history[:-1], *rest]) == without_times(expected)
 
 
 def test_every_pair_is_seen_once_in_an_epoch():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trio
 from samples import make_row
 
 from rollouts.backends.futures import ImmediateTrainFuture
@@ -17,7 +18,10 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.sft_loop import evaluate_sft, perplexity, run_sft_training, select_sft_rows
 from rollouts.testing import FakeBackend
 from rollouts.testing.models import create_tiny_model
-from rollouts.training.metrics import JSONLLogger
+from rollouts.training.best import BestCheckpoint
+from rollouts.training.metrics import JSONLLogger, read_metrics
+from rollouts.training.run_state import read_run_state
+from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 
@@ -131,6 +135,31 @@ async def test_a_stop_request_ends_the_run_with_a_checkpoint_of_the_finished_ste
     history = await run_sft_training(FakeBackend(), make_ragged(8), config, checkpoint_dir=tmp_path, should_stop=lambda: next(asked))
     assert len(history) == 2
     assert [p.name for p in tmp_path.iterdir()] == ["step_0002"]
+
+
+@pytest.mark.parametrize("eval_every", [2, 0])
+async def test_an_evaluation_that_is_given_up_is_made_by_the_resumed_run(tmp_path: Path, eval_every: int):
+    config, told, abandonment = SFTTrainingConfig(num_steps=4, batch_size=3, eval_every=eval_every), [], Abandonment()
+
+    async def evaluate() -> dict[str, float]:
+        await trio.lowlevel.checkpoint()
+        return {"eval_accuracy": 0.5}
+
+    async def train(backend: FakeBackend, name: str, **options) -> None:
+        best = BestCheckpoint("eval_accuracy")
+        logger, directory = JSONLLogger(tmp_path / name), tmp_path / "checkpoints"
+        fixed = {"evaluate": evaluate, "checkpoint_dir": directory, "clock": lambda: 0.0, "best": best}
+        await run_sft_training(backend, make_ragged(7), config, logger, **fixed, **options)
+
+    await train(FakeBackend(), "straight.jsonl")
+    abandonment.request(told.append)
+    backend, last = FakeBackend(), eval_every or 4
+    await train(backend, "resumed.jsonl", abandonment=abandonment)
+    assert told == [f"the evaluation of step {last}"]
+    state = read_run_state(tmp_path / f"checkpoints/step_{last:04d}")
+    assert len(read_metrics(tmp_path / "resumed.jsonl")) == last - 1
+    await train(backend, "resumed.jsonl", start_step=state.step, unfinished=state.metrics)
+    assert read_metrics(tmp_path / "resumed.jsonl") == read_metrics(tmp_path / "straight.jsonl")
 
 
 async def test_a_stop_request_is_true_or_false():

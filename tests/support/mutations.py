@@ -378,9 +378,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "sft_loop.py",
         "an evaluation between two lines has no line",
-        '(stopping or "evaluate_s" in metrics or is_due(',
-        "(stopping or is_due(",
+        'is_line = stopping or "evaluate_s" in metrics or is_due(',
+        "is_line = stopping or is_due(",
         ("training/test_best.py::test_every_evaluation_has_a_line_however_seldom_lines_are[sft]",),
+    ),
+    Mutation(
+        "sft_loop.py",
+        "the line of a step whose evaluation was given up is written, and again by the resumed run",
+        "is_line and not gives_up",
+        "is_line",
+        ("loops/test_sft_loop.py::test_an_evaluation_that_is_given_up_is_made_by_the_resumed_run",),
     ),
     Mutation(
         "training/logs/loggers.py",
