@@ -35,6 +35,7 @@ from integration.settings.option_effects import (
     find_changes,
     list_options,
     reads_conversations,
+    reads_pairs_alone,
     spell_option,
 )
 from integration.settings.task_defaults import find_default
@@ -128,7 +129,7 @@ def derive_numbers(config: Config, mode: Mode) -> dict[str, str]:
     """Return counts, and the budgets of memory and traffic, by name."""
     model = read_model_config(config)
     sizes = read_sizes(model, trust_remote_code=config.model.trust_remote_code)
-    facts: dict[str, str] = describe_doubts(config, mode) | describe_own_model(config)
+    facts: dict[str, str] = describe_doubts(config, mode) | describe_own_model(config, mode)
     facts |= {"parameters": f"{sizes.num_parameters:,}"} | describe_adapters(config, sizes)
     if "sft" in mode:
         rows = config.sft.num_steps * config.sft.batch_size
@@ -208,7 +209,7 @@ def describe_passes(config: Config, num_rows: int) -> str:
     return f", about {passes:,.{1 if passes < 10 else 0}f} passes over the {found:,} rows of {path.name}"
 
 
-def describe_own_model(config: Config) -> dict[str, str]:
+def describe_own_model(config: Config, mode: str) -> dict[str, str]:
     """Describe the user's model: its directory, tokenizer and template, the precision and the lengths; {} for the built-in model."""
     if config.model.path is None:
         return {}
@@ -217,14 +218,14 @@ def describe_own_model(config: Config) -> dict[str, str]:
 
     context = find_context_length(read_model_config(config))
     rows = "the model's context" if config.data.max_length is None else f"{config.data.max_length:,} tokens"
+    responses = "" if reads_pairs_alone(config, mode) else f"responses up to {response_tokens(config):,} tokens, "
     weights = f"weights in {config.backend.master_dtype}"
     if config.lora.rank:
         weights = f"frozen weights in {config.lora.base_dtype}"
     return {
         "model": config.model.path,
         "precision": f"matrix products in {config.backend.precision(config.model.device)}, {weights}",
-        "lengths": f"responses up to {response_tokens(config):,} tokens, rows up to {rows}"
-        + ("" if context is None else f"; the context has {context:,}"),
+        "lengths": f"{responses}rows up to {rows}" + ("" if context is None else f"; the context has {context:,}"),
         **describe_tokens(config, create_tokenizer(config)),
     }
 

@@ -93,7 +93,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
     if stage != "rl":  # an embedded engine evaluates, whatever engine generates in the RL stage
         return replace(
             shared,
-            embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts),
+            embedded_slots=min(config.engine.max_slots, config.evaluation.num_prompts) if _answers_problems(config, stage) else 0,
             embedded_row_tokens=PROMPT_TOKENS + response_tokens(config),
             kept_tokens=min(config.engine.prefix_cache_tokens, config.evaluation.num_prompts * PROMPT_TOKENS),
             step_rows=_count_rows(config, stage),
@@ -129,6 +129,11 @@ def _count_rows(config: Config, stage: str) -> int:
     if stage == "sft":
         return config.sft.batch_size
     return config.preference.batch_size * (1 if config.preference.loss == "kto" else 2)
+
+
+def _answers_problems(config: Config, stage: str) -> bool:
+    """Return whether the model of a stage without RL answers held-out problems: not where pairs of the user's are all that is read."""
+    return stage != "dpo" or config.task != "jsonl" or None not in (config.preference.path, config.data.path)
 
 
 def _read_preference_reference(config: Config, stage: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from rollouts.data.preference_pairs import PreferencePair
 from rollouts.preference_loop import STAGE, PreferenceParts, measure_preferences, score_reference, train_preferences
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import StageLogger
+from rollouts.training.steps import EvaluateFn
 
 _SCORED_BETWEEN_WRITES = 1024  # pairs
 
@@ -50,7 +51,7 @@ async def run_dpo(
     checkpoint_dir, section = output_dir / CHECKPOINTS, config.preference
     source, best = latest_checkpoint(checkpoint_dir), create_best(config, task, STAGE)
     start_step = 0 if source is None else read_step(source, STAGE)
-    model = create_sampling_model(config, source_checkpoint, control.group, whole=True)
+    model = create_sampling_model(config, source_checkpoint, control.group, whole=bool(task.heldout_prompts))
     optimizer, num_steps, rows_per_unit = section.optimizer, section.num_steps, 1 if section.loss == "kto" else 2
     backend = create_policy(config, control.group, model, tokenizer, source_checkpoint, optimizer, num_steps, rows_per_unit)
     is_known = all(isinstance(row, PreferencePair) and row.ref_log_probs for row in (*task.preferences, *task.heldout_preferences))
@@ -74,14 +75,17 @@ async def run_dpo(
                 restore_best(best, source)
                 await pipeline.load_checkpoint(source).result()
                 control.say(f"training on preferences goes on after step {start_step} of {num_steps}")
-            engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
-            evaluation = Evaluation(engine, tokenizer, replace(task, heldout_samples=()), config, output_dir / "examples.jsonl")
+            evaluate: EvaluateFn | None = None
+            if task.heldout_prompts:
+                engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
+                evaluation = Evaluation(engine, tokenizer, replace(task, heldout_samples=()), config, output_dir / "examples.jsonl")
+                evaluate = partial(evaluation.measure_sft, pipeline)
             parts = PreferenceParts(
                 backend=pipeline,
                 reference=companions.reference,
                 metrics_logger=None if control.logger is None else StageLogger(control.logger, STAGE),
                 pad_id=pad_id,
-                evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts else None,
+                evaluate=evaluate,
                 checkpoint_dir=checkpoint_dir,
                 keep_last_n=config.checkpoint.keep_last_n,
                 should_stop=control.should_stop,

@@ -52,10 +52,15 @@ class IdleOption:
 
 
 def has_heldout(config: Config, mode: str) -> bool:
-    """Whether there are held-out problems to evaluate on; pairs of the user's are none, since nothing is generated from them."""
-    if mode == "dpo" and config.task == "jsonl":
+    """Whether there are held-out problems to evaluate on."""
+    if reads_pairs_alone(config, mode):
         return False
     return config.task not in ("jsonl", "gsm8k") or config.data.eval_path is not None or config.data.eval_fraction > 0
+
+
+def reads_pairs_alone(config: Config, mode: str) -> bool:
+    """Whether pairs of the user's are all data of a run: nothing is generated, and there are no problems to evaluate on."""
+    return mode == "dpo" and config.task == "jsonl"
 
 
 def reads_preferences(config: Config, mode: str) -> bool:
@@ -184,7 +189,11 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "model.vocab_size model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads": BUILT_IN,
     "model.max_length": BUILT_IN,
-    "data.path data.eval_path": OWN_DATA,
+    "data.path": OWN_DATA,
+    "data.eval_path": Effect(
+        holds=lambda c, m: OWN_DATA.holds(c, m) and (m != "dpo" or c.preference.eval_path is None),
+        needs=f"{OWN_DATA.needs}, and with --mode dpo no --preference.eval-path",
+    ),
     "data.skip_bad_rows": OWN_DATA,
     "data.columns": OWN_ROWS,
     "data.streaming": Effect(
@@ -324,8 +333,8 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "lora.alpha lora.base_dtype lora.dropout lora.target_modules lora.use_rslora lora.save_base": ADAPTERS,
     "engine.kind engine.weight_sync engine.parity_rows engine.probe_tolerance": RL,
     "engine.max_slots engine.prefix_cache_tokens engine.cuda_graphs": Effect(
-        holds=lambda c, m: ("rl" not in m and has_heldout(c, m)) or ("sft" in m and has_heldout(c, m)) or not c.engine.is_server,
-        needs="the embedded engine: --engine.kind inprocess",
+        holds=lambda c, m: (m != "rl" and has_heldout(c, m)) or (not reads_pairs_alone(c, m) and not c.engine.is_server),
+        needs="the embedded engine: --engine.kind inprocess, and problems to answer",
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.sleep engine.one_request_per_group": SERVER,
     "engine.generate_timeout_s engine.sync_timeout_s": SERVER,

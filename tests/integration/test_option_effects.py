@@ -117,6 +117,12 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "smoothed": ("sft+dpo", False, {"preference.loss": "robust", "preference.optimizer.schedule": "constant"}),
     "margin": ("dpo", False, {"preference.loss": "simpo"}),
     "answers": ("dpo", False, {"preference.loss": "kto"}),
+    "own pairs, and others held out": (
+        "dpo",
+        False,
+        {"task": "jsonl", "model.path": "DIR"}
+        | {f"preference.{name}": f"DIR/{file}_pairs.jsonl" for name, file in (("path", "train"), ("eval_path", "heldout"))},
+    ),
     "own pairs": ("dpo", False, {"task": "jsonl", "preference.path": "DIR/train_pairs.jsonl", "model.path": "DIR"}),
     "unevaluated": ("sft", False, {**DATA, "evaluation.sampled": False, "data.eval_path": "DIR/heldout.jsonl"}),
 }  # fmt: skip
@@ -156,7 +162,7 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "model.kernels": "torch", "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",), "preference.loss": "ipo", "preference.beta": 0.7, "preference.nll_coef": 0.5,
-    "preference.reference": "precomputed", "preference.path": "DIR/heldout_pairs.jsonl", "preference.eval_path": "DIR/heldout_pairs.jsonl",
+    "preference.reference": "precomputed", "preference.path": "DIR/heldout_pairs.jsonl", "preference.eval_path": "DIR/train_pairs.jsonl",
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer", "preference.optimizer"):
     settings = {"schedule": "cosine", "betas": (0.8, 0.9), "weight_decay": 0.2, "warmup_steps": 7, "min_lr_ratio": 0.3, "moments": "8bit"}
@@ -329,7 +335,7 @@ def observe(config: Config, mode: str, dry_run: bool) -> Iterator[Any]:
         yield replace(
             episode_config(config), max_retries=0 if config.episode.on_environment_error != "retry" else config.episode.max_retries
         )
-    if "rl" in mode or config.task != "jsonl" or config.data.eval_path:  # there is something to evaluate on
+    if "rl" in mode or config.task != "jsonl" or (config.data.eval_path and mode != "dpo"):  # there is something to evaluate on
         evaluated = generation_config(config, 8).sampling_params()
         yield config.evaluation, evaluated.new(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), config.reward.function
         if config.evaluation.sampled:

@@ -152,10 +152,17 @@ def test_a_file_of_scores_is_whole_or_said_to_be_damaged(tmp_path: Path):
     assert open_scores(path, "other", is_used=False) == {} and "other" in path.read_text()
 
 
-def test_held_out_pairs_may_be_those_of_the_data(project: Path, capsys: Any):
+def test_held_out_pairs_may_be_those_of_the_data_and_nothing_is_generated_for_them(
+    project: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preferences, "create_embedded_engine", None)
     given = [*SHORT, "--model.path", "m", "--preference.path", "pairs.jsonl", "--data.eval-path", "held.jsonl"]
     assert main([*given, "--output-dir", "run", "--preference.num-steps", "1"]) == 0
     assert "12 pairs to train on, 4 held out" in capsys.readouterr().out
+    assert main([*given, "--dry-run", "--evaluation.num-prompts", "7"]) == 0
+    told = capsys.readouterr().out
+    assert "activations" in told and "keys and values" not in told and "responses up to" not in told
+    assert "--evaluation.num-prompts 7 needs held-out problems" in told
 
 
 def test_paths_of_pairs_are_recorded_absolute(project: Path):
