@@ -114,7 +114,7 @@ async def sample_whole(session: Session, prompt: tuple[int, ...], params: Sampli
         if session.note_request is not None:
             session.note_request(request_id)
         whole = prompt if done is None else (*prompt, *done.output_tokens)
-        left = params if done is None else params.new(max_tokens=params.max_tokens - done.output_len)
+        left = params if done is None else params.new(max_tokens=params.max_tokens - done.output_len, seed=_continue_seed(params, done))
         found = await engine.generate(whole, left, request_id=request_id)
         if found.input_tokens != whole:
             raise EngineProtocolError(
@@ -133,6 +133,11 @@ async def sample_whole(session: Session, prompt: tuple[int, ...], params: Sampli
     if not done.output_tokens:
         raise EngineProtocolError(f"request {request_id} came back with no token, and finish reason {done.finish_reason!r}")
     return done
+
+
+def _continue_seed(params: SamplingParams, done: Completion) -> int | None:
+    """Return another seed for the rest of an answer: with the same one its tokens would be drawn with the same random numbers again."""
+    return None if params.seed is None else derive_seed(params.seed, done.output_len)
 
 
 def _join(first: Completion, second: Completion) -> Completion:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,9 @@ class Gateway:
         check_key(key)
         if key in self._sessions:
             raise ConfigError(f"the gateway has a session {key!r} already: take_samples ends it, or choose another key")
-        session = Session(key=key, engine=self._engines[number % len(self._engines)] if engine is None else engine, **options)
+        session = Session(
+            key=key, number=number, engine=self._engines[number % len(self._engines)] if engine is None else engine, **options
+        )
         self._sessions[key] = session
         return session
 
@@ -238,10 +241,19 @@ class Gateway:
                 raise Refusal(
                     401, "the API key is not the gateway's token (or the token, a colon and a session's key)", code="invalid_api_key"
                 )
-            secret = rest
-        if key is None:
-            key = secret if _KEY.fullmatch(secret) else "default"
-        return key
+            if key is None and rest and not _KEY.fullmatch(rest):
+                raise Refusal(404, "the API key names no session behind its colon: letters, digits and _ . ~ -", code="session_not_found")
+            return key or rest or "default"
+        return key or self.name_session(secret)
+
+    def name_session(self, api_key: str) -> str:
+        """Return the key of the session of requests that name it by their API key alone: of an open one the key itself, else a digest.
+
+        A key may be a real one, which does not belong in names, ids and messages.
+        """
+        if api_key in self._sessions:
+            return api_key
+        return f"key-{blake2b(api_key.encode(), digest_size=16).hexdigest()}" if api_key else "default"
 
     def _find_session(self, key: str) -> Session:
         """Return a session, begun if need be. Raises Refusal (404)."""
@@ -297,7 +309,7 @@ class Gateway:
     async def _answer(self, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams) -> Answered:
         """Sample and record the answers to a request. Raises Refusal."""
         session.counts["num_requests"] += 1
-        name = f"{session.key}-{self._name}-{next(self._request_numbers)}"
+        name = f"{self._name}-{session.number}-{next(self._request_numbers)}"
         seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
         found: list[Any] = [None] * len(seeds)
         errors: list[EngineError | Refusal] = []

@@ -88,6 +88,7 @@ class Session:
 
     key: str
     engine: InferenceEngine
+    number: int = 0  # place in the order of the gateway's sessions, for the ids of its requests
     seed: int = 0
     max_answers: int | None = None  # most answers; further requests are refused (403); None = no limit
     max_tokens: int | None = None  # most sampled tokens, checked before each request; None = no limit

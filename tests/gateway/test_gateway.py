@@ -264,6 +264,10 @@ async def test_one_session_has_one_temperature():
 async def test_sessions_are_named_by_path_or_api_key_and_end():
     async with open_gateway(LedgerEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
         await chat(client, gateway.url("a"), [user("x")])
+        client.headers["authorization"] = "Bearer sk-real-key"
+        await chat(client, gateway.url(), [user("x")])
+        assert len(gateway.take_samples(gateway.name_session("sk-real-key"))) == 1
+        gateway.open_session("b")
         client.headers["authorization"] = "Bearer b"
         await chat(client, gateway.url(), [user("x")])
         await chat(client, gateway.url(), [user("y")])
@@ -277,6 +281,30 @@ async def test_sessions_are_named_by_path_or_api_key_and_end():
         with pytest.raises(ConfigError, match="no key"):
             gateway.url("a/b")
         assert gateway.take_samples("b") == ()
+
+
+async def test_an_api_key_is_in_no_id_name_or_message(caplog):
+    caplog.set_level("DEBUG")
+    engine = FakeEngine()
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        client.headers["authorization"] = "Bearer sk-real-key"
+        answer = await client.post(f"{gateway.url()}/chat/completions", json={"messages": [user("x")]})
+        found = [answer.text, caplog.text, *gateway.sessions, *(str(call.arguments["request_id"]) for call in engine.calls)]
+        with pytest.raises(ConfigError) as failure:
+            gateway.take_samples("unknown")
+    assert len(found) == 4 and not any("sk-real" in text for text in [*found, str(failure.value)])
+
+
+async def test_the_rest_of_an_aborted_answer_has_random_numbers_of_its_own():
+    engine = FakeEngine(script_answer((5, 6, 7, 1)), seconds_per_token=0.05)
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client, trio.open_nursery() as nursery:
+        nursery.start_soon(chat, client, gateway.url("a"), [user("x")])
+        while not engine.pending_requests:
+            await trio.sleep(0.01)
+        await trio.sleep(0.12)
+        await engine.abort()
+    first, second = [call.arguments["params"].seed for call in engine.calls if call.arguments.get("params")]
+    assert first != second
 
 
 async def test_requests_in_flight_end_with_their_session():
