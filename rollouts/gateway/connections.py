@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +20,7 @@ from rollouts.gateway.refusals import Refusal
 _READ_SIZE = 65536
 _MAX_HEAD_BYTES = 65536
 _IDLE_S = 75.0  # an idle connection is closed after this time
+_LINGER_S = 1.0  # time for the rest of a request that was refused before its end
 _BODY_S = 60.0  # so is one that sends a request this slowly
 
 
@@ -60,17 +61,22 @@ class Connection:
 
     def __init__(self, stream: trio.SocketStream, max_body_bytes: int) -> None:
         self.is_over = False
+        self.request = HTTPRequest(method="", path="")  # the newest one whose head has arrived, without its body
         self._stream, self._max_body_bytes = stream, max_body_bytes
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
 
-    async def receive(self) -> HTTPRequest | None:
+    async def receive(self, check: Callable[[HTTPRequest], None]) -> HTTPRequest | None:
         """Return the next request; None if the client has left or sends nothing for too long.
 
-        Raises: Refusal for what is not HTTP, or too large: the connection ends behind the answer.
+        Args:
+            check: called with the request as soon as its head has arrived; its Refusal counts before the body is read.
+
+        Raises: Refusal for what is not HTTP, or too large, and that of `check`: the connection ends behind the answer.
         """
+        self.request = HTTPRequest(method="", path="")
         if self._http.our_state is h11.DONE:
             self._http.start_next_cycle()
-        head: h11.Request | None = None
+        has_head = False
         body, size = [b""], 0
         while True:
             try:
@@ -80,27 +86,43 @@ class Connection:
                 raise Refusal(error.error_status_hint, f"the request is not HTTP/1.1: {error}", code="bad_request") from None
             if event is h11.NEED_DATA:
                 data: bytes | None = None
-                if head is not None and self._http.they_are_waiting_for_100_continue:
+                if has_head and self._http.they_are_waiting_for_100_continue:
                     await self._stream.send_all(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-                with trio.move_on_after(_IDLE_S if head is None else _BODY_S):
+                with trio.move_on_after(_BODY_S if has_head else _IDLE_S):
                     data = await self._stream.receive_some(_READ_SIZE)
                 if data is None:
                     return None
                 self._http.receive_data(data)
             elif isinstance(event, h11.Request):
-                head = event
+                has_head, self.is_over = True, True  # until all of it has come
+                self.request = _create_request(event)
+                check(self.request)
+                length = self.request.headers.get("content-length", "0")
+                self._check_size(int(length) if length.isdecimal() else 0)
             elif isinstance(event, h11.Data):
                 body.append(bytes(event.data))
                 size += len(event.data)
-                if size > self._max_body_bytes:
-                    self.is_over = True
-                    message = f"the body is larger than {self._max_body_bytes} bytes (max_body_bytes)"
-                    raise Refusal(413, message, code="request_too_large")
+                self._check_size(size)
             elif isinstance(event, h11.EndOfMessage):
-                assert head is not None, "a request without a head"
-                return _create_request(head, b"".join(body))
+                self.is_over = False
+                return replace(self.request, body=b"".join(body))
             else:
                 return None
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            message = f"the body is larger than {self._max_body_bytes} bytes (GatewayConfig.max_body_bytes)"
+            raise Refusal(413, message, code="request_too_large")
+
+    async def refuse(self, response: HTTPResponse) -> None:
+        """Send the answer to a request that was not read to its end, and wait a moment for its rest, which would reset the connection."""
+        if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
+        await self.send(response)
+        await self._stream.send_eof()
+        with trio.move_on_after(_LINGER_S):
+            while await self._stream.receive_some(_READ_SIZE):
+                pass
 
     @asynccontextmanager
     async def cancel_when_client_leaves(self) -> AsyncGenerator[None]:
@@ -134,10 +156,11 @@ class Connection:
         headers = [("content-length", str(len(response.body))), ("content-type", "application/json"), *response.headers]
         if self.is_over:
             headers.append(("connection", "close"))
-        data = self._http.send(h11.Response(status_code=response.status, headers=headers)) or b""
-        data += self._http.send(h11.Data(data=response.body)) or b""
-        data += self._http.send(h11.EndOfMessage()) or b""
         try:
+            data = self._http.send(h11.Response(status_code=response.status, headers=headers)) or b""
+            if self.request.method != "HEAD":
+                data += self._http.send(h11.Data(data=response.body)) or b""
+            data += self._http.send(h11.EndOfMessage()) or b""
             await self._stream.send_all(data)
         except BaseException:
             if response.on_failure is not None:
@@ -169,19 +192,15 @@ class Connection:
         self.is_over = self.is_over or self._http.our_state is not h11.DONE
         return None
 
-    def can_answer(self) -> bool:
-        """Whether a response can still be sent, as after a request that is not HTTP."""
-        return self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE)
-
     def close(self) -> None:
         """Close the socket."""
         self._stream.socket.close()
 
 
-def _create_request(head: h11.Request, body: bytes) -> HTTPRequest:
+def _create_request(head: h11.Request) -> HTTPRequest:
     try:
         path = unquote(urlsplit(head.target.decode("latin-1")).path, errors="strict")
     except ValueError as error:
         raise Refusal(400, f"the address of the request cannot be read: {error}", code="bad_request") from None
     headers: dict[str, Any] = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-    return HTTPRequest(method=head.method.decode("latin-1"), path=path, headers=headers, body=body)
+    return HTTPRequest(method=head.method.decode("latin-1"), path=path, headers=headers)

@@ -8,15 +8,12 @@ async with open_gateway(engine, tokenizer) as gateway:
 
 from __future__ import annotations
 
-import hmac
 import logging
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from hashlib import blake2b
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -33,6 +30,7 @@ from rollouts.errors import (
     flatten_errors,
     raise_single_errors,
 )
+from rollouts.gateway.access import check_access, check_key, digest_api_key, is_key, read_secret
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
@@ -66,7 +64,6 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
 })  # fmt: skip
 """Dialects by the end of their paths."""
 
-_KEY = re.compile(r"[A-Za-z0-9_.~-]{1,200}")
 _CLIENT_HAS_LEFT = (h11.LocalProtocolError, h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError)
 _logger = logging.getLogger(__name__)
 
@@ -169,13 +166,14 @@ class Gateway:
         try:
             while not connection.is_over:
                 try:
-                    request = await connection.receive()
+                    request = await connection.receive(self._check_access)
                 except Refusal as refusal:
-                    if connection.can_answer():
-                        await connection.send(_refuse(refusal, write_openai_refusal))
-                    return
+                    self._counts["num_refused"] += 1
+                    dialect = DIALECTS.get(_split_path(connection.request.path)[1])
+                    write = write_openai_refusal if dialect is None else dialect.write_refusal
+                    return await connection.refuse(_refuse(refusal, write))
                 if request is None:
-                    return
+                    return None
                 async with connection.cancel_when_client_leaves():
                     answer = await self._handle(request)
                     if isinstance(answer, HTTPEvents):
@@ -188,6 +186,7 @@ class Gateway:
                 _logger.exception("a connection of the gateway failed")
         finally:
             connection.close()
+        return None
 
     async def _handle(self, http: HTTPRequest) -> HTTPResponse | HTTPEvents:
         """Return the answer to one HTTP request."""
@@ -196,7 +195,7 @@ class Gateway:
         write = write_openai_refusal if dialect is None else dialect.write_refusal
         session: Session | None = None
         try:
-            key = self._authorize(http, key)
+            key = self._name_key(http, key)
             if dialect is None:
                 return self._answer_other(http, path)
             if http.method != "POST":
@@ -229,31 +228,24 @@ class Gateway:
             raise
         return HTTPResponse(body=body, on_failure=partial(session.forget, answered.numbers))
 
-    def _authorize(self, http: HTTPRequest, key: str | None) -> str:
-        """Return the key of the request's session. Raises Refusal (401) without the token."""
-        headers = http.headers
-        given = headers.get("authorization", "")
-        secret = given[7:] if given.lower().startswith("bearer ") else headers.get("x-api-key", "")
-        token = self.config.token
-        if token is not None:
-            shown, _, rest = secret.partition(":")
-            if not hmac.compare_digest(shown.encode(), token.encode()):
-                raise Refusal(
-                    401, "the API key is not the gateway's token (or the token, a colon and a session's key)", code="invalid_api_key"
-                )
-            if key is None and rest and not _KEY.fullmatch(rest):
-                raise Refusal(404, "the API key names no session behind its colon: letters, digits and _ . ~ -", code="session_not_found")
-            return key or rest or "default"
-        return key or self.name_session(secret)
+    def _check_access(self, http: HTTPRequest) -> None:
+        check_access(http, self.config.token)
+
+    def _name_key(self, http: HTTPRequest, key: str | None) -> str:
+        """Return the key of the request's session: of its path, or of its API key. Raises Refusal (404)."""
+        secret = read_secret(http)
+        if key is not None or self.config.token is None:
+            return key or self.name_session(secret)
+        rest = secret.partition(":")[2]
+        if rest and not is_key(rest):
+            raise Refusal(404, "the API key names no session behind its colon: letters, digits and _ . ~ -", code="session_not_found")
+        return rest or "default"
 
     def name_session(self, api_key: str) -> str:
-        """Return the key of the session of requests that name it by their API key alone: of an open one the key itself, else a digest.
-
-        A key may be a real one, which does not belong in names, ids and messages.
-        """
+        """Return the key of the session of requests that name it by their API key alone: of an open one the key itself, else a digest."""
         if api_key in self._sessions:
             return api_key
-        return f"key-{blake2b(api_key.encode(), digest_size=16).hexdigest()}" if api_key else "default"
+        return digest_api_key(api_key) if api_key else "default"
 
     def _find_session(self, key: str) -> Session:
         """Return a session, begun if need be. Raises Refusal (404)."""
@@ -261,16 +253,17 @@ class Gateway:
         if session is None:
             if not self.config.begins_sessions:
                 raise Refusal(404, f"there is no session {key!r}: it has ended, or was never begun", code="session_not_found")
-            if not _KEY.fullmatch(key):
+            if not is_key(key):
                 raise Refusal(404, f"{key[:50]!r} is no key of a session: letters, digits and _ . ~ -", code="session_not_found")
             session = self.open_session(key)
         return session
 
     def _answer_other(self, http: HTTPRequest, path: str) -> HTTPResponse:
-        if http.method == "GET" and path == "/v1/models":
+        is_read = http.method in ("GET", "HEAD")
+        if is_read and path == "/v1/models":
             model = {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "rollouts"}
             return HTTPResponse(body=dump({"object": "list", "data": [model]}).encode())
-        if http.method == "GET" and path in ("/health", "/v1/health"):
+        if is_read and path in ("/health", "/v1/health"):
             return HTTPResponse(body=dump({"status": "ok", **self.count()}).encode())
         raise Refusal(404, f"{http.method} {path[:100]} is nothing that this gateway serves: {', '.join(DIALECTS)}", code="not_found")
 
@@ -416,12 +409,6 @@ async def open_gateway(
             _logger.info("the gateway listens on %s", gateway.url())
             yield gateway
             nursery.cancel_scope.cancel()
-
-
-def check_key(key: str) -> None:
-    """Raise ConfigError for what cannot be a session's key."""
-    if not _KEY.fullmatch(key):
-        raise ConfigError(f"{key!r:.100} is no key of a session: letters, digits and _ . ~ -, at most 200")
 
 
 async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:

@@ -338,6 +338,49 @@ async def test_a_token_is_demanded_where_there_is_one():
         assert set(gateway.sessions) == {"a", "b"}
 
 
+async def test_pages_of_browsers_are_refused_without_a_token():
+    async with open_gateway(FakeEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url('a')}/chat/completions"
+        for headers in ({"origin": "https://evil.example"}, {"origin": "null"}, {"host": "127.evil.example"}, {"host": "[a"}, {"host": ""}):
+            answer = await client.post(url, json={"messages": [user("x")]}, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        for host in ("localhost", f"127.0.0.1:{gateway.port}", "[::1]:80"):
+            assert (await client.post(url, json={"messages": [user("x")]}, headers={"host": host})).status_code == 200
+    async with open_gateway(FakeEngine(), TOKENIZER, token="secret") as gateway, httpx.AsyncClient() as client:
+        client.headers.update({"authorization": "Bearer secret", "origin": "https://mine.example"})
+        assert (await ask(client, gateway.url("a"), [user("x")]))[0] == 200
+
+
+@pytest.mark.parametrize(("token", "length", "status"), [("wrong", 10, b"401"), ("secret", 2000, b"413")])
+async def test_a_request_is_refused_before_its_body_is_read(token, length, status):
+    async with open_gateway(FakeEngine(), TOKENIZER, token="secret", max_body_bytes=1000) as gateway:
+        head = f"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: {token}\r\ncontent-length: {length}\r\nexpect: 100-continue\r\n\r\n"
+        async with await trio.open_tcp_stream("127.0.0.1", gateway.port) as stream:
+            await stream.send_all(head.encode())
+            with trio.fail_after(5):
+                answer = await stream.receive_some(4096)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert b'"type":"error"' in answer  # in Anthropic's form
+
+
+async def test_a_large_body_that_is_refused_reaches_its_client_as_an_answer():
+    async with open_gateway(FakeEngine(), TOKENIZER, max_body_bytes=1000) as gateway, httpx.AsyncClient() as client:
+        assert (await client.post(f"{gateway.url('a')}/completions", content=b"x" * 20_000_000)).status_code == 413
+
+
+async def test_answers_to_head_have_no_body_and_the_connection_goes_on():
+    async with open_gateway(FakeEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        for path, status in (("models", 200), ("chat/completions", 405), ("nothing", 404)):
+            answer = await client.head(f"{gateway.url()}/{path}")
+            assert (answer.status_code, answer.content) == (status, b"")
+        async with await trio.open_tcp_stream("127.0.0.1", gateway.port) as stream:
+            for method in (b"HEAD", b"GET"):
+                await stream.send_all(method + b" /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                with trio.fail_after(5):
+                    answer = await stream.receive_some(4096)
+                assert answer.startswith(b"HTTP/1.1 200") and (b"policy" in answer) == (method == b"GET")
+
+
 async def test_too_many_requests_wait_or_are_refused_and_late_ones_end():
     engine = FakeEngine(seconds_per_token=60.0)
     found = []
