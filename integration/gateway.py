@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 PROGRAM = "python -m integration.gateway"
 HELP = f"""usage: {PROGRAM} [MODEL] [OPTIONS]
 
-Serve a model behind OpenAI's and Anthropic's APIs and print the address. Each session (a path /sessions/KEY/v1, or an API key) is recorded;
-in code, rollouts.open_gateway gives its training samples.
+Serve a model behind OpenAI's and Anthropic's APIs and print the address. Requests under a path /sessions/KEY/v1, or with the API key
+TOKEN:KEY, are a session: a conversation goes on behind the tokens that were sampled, at one temperature. Nothing is kept of other requests.
+In code, rollouts.open_gateway gives the training samples of sessions.
 
   MODEL                  a model directory, run, checkpoint or adapter, a name on the hub (ORG/NAME), or addresses of vLLM or
                          SGLang servers joined by commas (default: the small built-in model with random weights)
@@ -41,6 +42,7 @@ in code, rollouts.open_gateway gives its training samples.
   --max-tokens N         tokens of an answer where a request says nothing (default: 256)
   --max-in-flight N      completions at a time; further requests wait (default: 1024)
   --timeout-s SECONDS    time for a request, waiting included; 0 = no limit (default: 600)
+  --idle-s SECONDS       time without a request after which a session is forgotten; 0 = never (default: 3600)
   --seed N               seed of sampling where a request has none, and of the built-in model (default: 0)
   --help                 this help
 
@@ -78,6 +80,7 @@ def parse(argv: Sequence[str]) -> _Arguments:
     for name, default in (("--port", 0), ("--max-tokens", 256), ("--max-in-flight", 1024), ("--seed", 0)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--timeout-s", type=float, default=600.0)
+    parser.add_argument("--idle-s", type=float, default=3600.0)
     given = parser.parse_args(list(argv))
     if given.model is not None and given.path is not None:
         raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
@@ -93,6 +96,8 @@ def parse(argv: Sequence[str]) -> _Arguments:
         "chat": None if given.chat is None else given.chat == "yes",
         "max_in_flight": given.max_in_flight,
         "timeout_s": given.timeout_s or None,
+        "idle_s": given.idle_s or None,
+        "records_unnamed": False,
         "seed": given.seed,
     }
     return _Arguments(
@@ -155,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _name_as_typed(message: str) -> str:
     """Return the message of an error with the options of this command for the settings of the library."""
-    for name in ("host", "port", "timeout_s", "max_in_flight"):
+    for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight"):
         message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
     return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
 

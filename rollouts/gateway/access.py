@@ -35,6 +35,14 @@ def check_access(http: HTTPRequest, token: str | None) -> None:
         )
 
 
+def split_path(path: str) -> tuple[str | None, str]:
+    """Return the key of a path's session, None without one, and the path behind it."""
+    if path.startswith("/sessions/"):
+        key, slash, rest = path[len("/sessions/") :].partition("/")
+        return key, slash + rest
+    return None, path
+
+
 def read_secret(http: HTTPRequest) -> str:
     """Return a request's API key; "" without one."""
     given = http.headers.get("authorization", "")

@@ -144,7 +144,7 @@ def create_agent_generate_fn(
             the program reports it, or, with must_report = False, RolloutConfig.reward_fn gives it.
         config: limits of a run; None = AgentConfig().
         gateway: chat template, parser of calls, limits of requests, and the seed of sampling, keyed by prompt, sample and the tokens before
-            an answer; its params, sampling and begins_sessions are set here, and its port is 0, since each group has a gateway of its own.
+            an answer; its params, sampling, begins_sessions and idle_s are set here, and its port is 0, as each group has a gateway.
         num_greedy: greedy runs in addition to the n of each call; the same as RolloutConfig.n_baseline_samples.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group.
@@ -160,7 +160,7 @@ def create_agent_generate_fn(
         tokenizer,
         reward_fn,
         config=replace(config, must_report=must_report),
-        gateway=replace(gateway, params=params, sampling="fixed", begins_sessions=False),
+        gateway=replace(gateway, params=params, sampling="fixed", begins_sessions=False, idle_s=None),
         num_greedy=num_greedy,
     )
 
@@ -321,7 +321,8 @@ class AgentGenerateFn:
             return self._demand(_read_report(result.last_line), f"its last line is {result.last_line!r:.200}")
         end = result.stderr.strip()[-1000:]
         if result.status is None:
-            return _Report(fault=f"it ran longer than {config.timeout_s:g} s (timeout_s); the end of its stderr: {end!r}", was_stopped=True)
+            limit = f"{config.timeout_s:g} s (timeout_s, --agent.timeout-s)"
+            return _Report(fault=f"it ran longer than {limit}; the end of its stderr: {end!r}", was_stopped=True)
         return _Report(fault=f"it ended with exit status {result.status}; the end of its stderr: {end!r}")
 
     def _demand(self, report: _Report, found: str) -> _Report:
@@ -353,7 +354,7 @@ class AgentGenerateFn:
                 if is_passed_on(error):
                     raise
                 return _Report(fault=f"{name} raised {type(error).__name__} ({locate_error(error)}): {error}")
-        return _Report(fault=f"{name} ran longer than {timeout_s:g} s (timeout_s)", was_stopped=True)
+        return _Report(fault=f"{name} ran longer than {timeout_s:g} s (timeout_s, --agent.timeout-s)", was_stopped=True)
 
 
 async def _cancel_when_stopped(session: Session, scope: trio.CancelScope) -> None:

@@ -33,6 +33,10 @@ class GatewayConfig:
     model_name: str = "policy"  # name in /v1/models; requests may ask for any
     seed: int = 0  # seed of sampling where a request has none, keyed by session and prompt
     begins_sessions: bool = True  # whether a request to an unknown session begins it; False = it gets 404, only open_session begins them
+    # whether requests that no path (/sessions/KEY) and no TOKEN:KEY gives a session are recorded, in that of their API key; False = each is
+    # answered by itself and nothing of it is kept
+    records_unnamed: bool = True
+    idle_s: float | None = None  # seconds without a request after which a session is forgotten with its answers; None = never
     max_in_flight: int = 1024  # completions that the engines work on at once; further requests wait
     max_waiting: int = 4096  # requests that may wait; further ones get status 429
     timeout_s: float | None = 600.0  # seconds for a request, waiting included, then it gets status 504; None = no limit
@@ -49,6 +53,9 @@ class GatewayConfig:
         timeout = self.timeout_s
         good = timeout is None or (is_number(timeout) and timeout > 0)
         check_setting(good, "GatewayConfig.timeout_s", timeout, "seconds above 0, or None for no limit")
+        idle = self.idle_s
+        good = idle is None or (is_number(idle) and idle > 0)
+        check_setting(good, "GatewayConfig.idle_s", idle, "seconds above 0, or None for never")
         check_setting(is_number(self.ping_s) and self.ping_s > 0, "GatewayConfig.ping_s", self.ping_s, "seconds above 0")
         good_token = self.token is None or (self.token.isascii() and self.token.isprintable() and not set(self.token) & set(" :"))
         check_setting(good_token and self.token != "", "GatewayConfig.token", "***", "printable ASCII without spaces and colons, not empty")

@@ -62,7 +62,8 @@ class Formats:
             raise Refusal(
                 400,
                 "tools: the chat template of the model shows no tools, so the model would not know of them: describe them in a message and "
-                "send none, use a template that shows tools, or set chat = False in the gateway",
+                "send none, use a template that shows tools, or leave the template out (GatewayConfig.chat = False, --agent.chat "
+                "False, or --chat no of rollouts gateway)",
                 param="tools",
                 code="unsupported_parameter",
             )
@@ -138,4 +139,5 @@ def check_usable(formats: Formats) -> None:
     try:
         formats.find(())
     except DataError as error:
-        raise DataError(f"{error}. chat = False in the gateway's settings would leave the template out") from error
+        advice = "GatewayConfig.chat = False (--agent.chat False, or --chat no of rollouts gateway) would leave the template out"
+        raise DataError(f"{error}. {advice}") from error

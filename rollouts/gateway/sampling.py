@@ -85,9 +85,9 @@ def choose_seeds(config: GatewayConfig, session: Session, wishes: Wishes, prompt
 
 
 def check_temperature(session: Session, params: SamplingParams) -> None:
-    """Note the temperature of a session's log-probs. Raises Refusal (400) if an earlier request had another one."""
+    """Note the temperature of a session's log-probs. Raises Refusal (400) if one that is recorded or in flight has another one."""
     temperature = params.temperature or 1.0  # greedy: log-probs are at 1
-    if session.temperature is None:
+    if not session.answers and not session.num_in_flight:  # earlier ones have all failed
         session.temperature = temperature
     if session.temperature != temperature:
         raise Refusal(

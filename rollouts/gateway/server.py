@@ -30,7 +30,7 @@ from rollouts.errors import (
     flatten_errors,
     raise_single_errors,
 )
-from rollouts.gateway.access import check_access, check_key, digest_api_key, is_key, read_secret
+from rollouts.gateway.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
@@ -116,7 +116,10 @@ class Gateway:
         if key in self._sessions:
             raise ConfigError(f"the gateway has a session {key!r} already: take_samples ends it, or choose another key")
         session = Session(
-            key=key, number=number, engine=self._engines[number % len(self._engines)] if engine is None else engine, **options
+            key=key,
+            request_prefix=f"{self._name}-{number}",
+            engine=self._engines[number % len(self._engines)] if engine is None else engine,
+            **options,
         )
         self._sessions[key] = session
         return session
@@ -158,6 +161,16 @@ class Gateway:
         total["num_in_flight"] = self._limiter.borrowed_tokens
         return dict(total)
 
+    async def forget_idle(self) -> None:
+        """Forget sessions that have had no request for config.idle_s, again and again."""
+        idle_s = self.config.idle_s
+        while idle_s is not None:
+            await trio.sleep(idle_s / 4)
+            for session in list(self._sessions.values()):
+                if not session.num_in_flight and trio.current_time() - session.used_at > idle_s:
+                    self._counts.update(self._sessions.pop(session.key).counts)
+                    session.close()
+
     # -- requests
 
     async def serve(self, stream: trio.SocketStream) -> None:
@@ -169,7 +182,7 @@ class Gateway:
                     request = await connection.receive(self._check_access)
                 except Refusal as refusal:
                     self._counts["num_refused"] += 1
-                    dialect = DIALECTS.get(_split_path(connection.request.path)[1])
+                    dialect = DIALECTS.get(split_path(connection.request.path)[1])
                     write = write_openai_refusal if dialect is None else dialect.write_refusal
                     return await connection.refuse(_refuse(refusal, write))
                 if request is None:
@@ -190,19 +203,19 @@ class Gateway:
 
     async def _handle(self, http: HTTPRequest) -> HTTPResponse | HTTPEvents:
         """Return the answer to one HTTP request."""
-        key, path = _split_path(http.path)
+        key, path = split_path(http.path)
         dialect = DIALECTS.get(path)
         write = write_openai_refusal if dialect is None else dialect.write_refusal
         session: Session | None = None
         try:
-            key = self._name_key(http, key)
+            key, is_named = self._name_key(http, key)
             if dialect is None:
                 return self._answer_other(http, path)
             if http.method != "POST":
                 raise Refusal(405, f"{path} takes POST, not {http.method}", code="method_not_allowed")
             with refuse_faults():
                 request = dialect.read(parse_body(http.body))
-            session = self._find_session(key)
+            session = self._find_session(key, is_named)
             with refuse_faults(session):
                 return await self._reply(dialect, session, request)
         except Refusal as refusal:
@@ -231,15 +244,18 @@ class Gateway:
     def _check_access(self, http: HTTPRequest) -> None:
         check_access(http, self.config.token)
 
-    def _name_key(self, http: HTTPRequest, key: str | None) -> str:
-        """Return the key of the request's session: of its path, or of its API key. Raises Refusal (404)."""
+    def _name_key(self, http: HTTPRequest, key: str | None) -> tuple[str, bool]:
+        """Return the key of the request's session, of its path or its API key, and whether it names one expressly. Raises Refusal (404)."""
         secret = read_secret(http)
-        if key is not None or self.config.token is None:
-            return key or self.name_session(secret)
+        if key is not None:
+            return key, True
+        if self.config.token is None:
+            name = self.name_session(secret)
+            return name, name in self._sessions
         rest = secret.partition(":")[2]
         if rest and not is_key(rest):
             raise Refusal(404, "the API key names no session behind its colon: letters, digits and _ . ~ -", code="session_not_found")
-        return rest or "default"
+        return rest or "default", bool(rest)
 
     def name_session(self, api_key: str) -> str:
         """Return the key of the session of requests that name it by their API key alone: of an open one the key itself, else a digest."""
@@ -247,9 +263,13 @@ class Gateway:
             return api_key
         return digest_api_key(api_key) if api_key else "default"
 
-    def _find_session(self, key: str) -> Session:
-        """Return a session, begun if need be. Raises Refusal (404)."""
+    def _find_session(self, key: str, is_named: bool) -> Session:
+        """Return a session, begun if need be, or one that is not kept. Raises Refusal (404)."""
         session = self._sessions.get(key)
+        if session is None and not is_named and self.config.begins_sessions and not self.config.records_unnamed:
+            number = next(self._numbers)
+            engine = self._engines[number % len(self._engines)]
+            return Session(key=key, request_prefix=f"{self._name}-{number}", engine=engine, seed=number, counts=self._counts)
         if session is None:
             if not self.config.begins_sessions:
                 raise Refusal(404, f"there is no session {key!r}: it has ended, or was never begun", code="session_not_found")
@@ -297,12 +317,14 @@ class Gateway:
             raise Refusal(403, f"the session has had its {session.max_tokens} sampled tokens", code="session_limit_reached")
         waiting = self._limiter.statistics().tasks_waiting
         if waiting and waiting + n > self.config.max_waiting:
-            raise Refusal(429, f"{waiting} requests are waiting already (max_waiting); try again later", code="too_many_requests")
+            raise Refusal(
+                429, f"{waiting} requests are waiting already (GatewayConfig.max_waiting); try again later", code="too_many_requests"
+            )
 
     async def _answer(self, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams) -> Answered:
         """Sample and record the answers to a request. Raises Refusal."""
         session.counts["num_requests"] += 1
-        name = f"{self._name}-{session.number}-{next(self._request_numbers)}"
+        name = f"{session.request_prefix}-{next(self._request_numbers)}"
         seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
         found: list[Any] = [None] * len(seeds)
         errors: list[EngineError | Refusal] = []
@@ -318,7 +340,7 @@ class Gateway:
         scope = trio.CancelScope()
         if self.config.timeout_s is not None:
             scope.deadline = trio.current_time() + self.config.timeout_s
-        session.enter(scope)
+        session.enter(scope, len(seeds))
         done = False
         try:
             with refuse_engine_errors(session), scope:
@@ -337,7 +359,7 @@ class Gateway:
         if session.is_closed:
             raise Refusal(410, "the session has ended", code="session_ended")
         if not done:
-            raise Refusal(504, f"there was no answer within {self.config.timeout_s:g} s (timeout_s)", code="timeout")
+            raise Refusal(504, f"there was no answer within {self.config.timeout_s:g} s (GatewayConfig.timeout_s)", code="timeout")
         first = session.num_recorded
         try:
             replies = tuple(self._record(session, request, plan, completion) for completion in found)
@@ -358,20 +380,21 @@ class Gateway:
         self, dialect: Dialect, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams, send: SendText
     ) -> None:
         """Send an answer as events; comments while there is none yet, so that clients and proxies keep the connection."""
+        answered: Answered | None = None
         sending = trio.Lock()  # a comment is sent whole or not at all
-        with raise_single_errors():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_ping, send, self.config.ping_s, sending)
-                with refuse_faults(session):
-                    answered = await self._answer(session, request, plan, params)
-                async with sending:
-                    nursery.cancel_scope.cancel()
         try:
+            with raise_single_errors():
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_ping, send, self.config.ping_s, sending)
+                    with refuse_faults(session):
+                        answered = await self._answer(session, request, plan, params)
+                    async with sending:
+                        nursery.cancel_scope.cancel()
             with refuse_faults(session):
                 text = "".join(f"{event}\n\n" for event in dialect.write_events(request, answered))
             await send(text)
         except BaseException:
-            session.forget(answered.numbers)
+            session.forget(() if answered is None else answered.numbers)
             raise
 
 
@@ -406,6 +429,7 @@ async def open_gateway(
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(partial(trio.serve_listeners, gateway.serve, listeners, handler_nursery=nursery))
+            nursery.start_soon(gateway.forget_idle)
             _logger.info("the gateway listens on %s", gateway.url())
             yield gateway
             nursery.cancel_scope.cancel()
@@ -416,14 +440,6 @@ async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:
         await trio.sleep(interval_s)
         async with sending:
             await send(": waiting for the engine\n\n")
-
-
-def _split_path(path: str) -> tuple[str | None, str]:
-    """Return the key of a path's session, None without one, and the path behind it."""
-    if path.startswith("/sessions/"):
-        key, slash, rest = path[len("/sessions/") :].partition("/")
-        return key, slash + rest
-    return None, path
 
 
 def _refuse(refusal: Refusal, write: Callable[[Refusal], Mapping[str, Any]]) -> HTTPResponse:

@@ -88,7 +88,7 @@ class Session:
 
     key: str
     engine: InferenceEngine
-    number: int = 0  # place in the order of the gateway's sessions, for the ids of its requests
+    request_prefix: str  # begin of the ids of its requests to the engine, unique in all gateways; without the key, which may be a secret
     seed: int = 0
     max_answers: int | None = None  # most answers; further requests are refused (403); None = no limit
     max_tokens: int | None = None  # most sampled tokens, checked before each request; None = no limit
@@ -100,12 +100,13 @@ class Session:
     temperature: float | None = None  # temperature of its log-probs, chosen by the first request
     is_closed: bool = False
     is_interrupted: bool = False  # whether the engine was told to abort one of its requests
+    used_at: float = field(default_factory=trio.current_time)  # time of the event loop when it last began or ended a request
     has_stopped: trio.Event = field(default_factory=trio.Event)  # set when it is interrupted or its engine fails: no answer will come
     is_spent: bool = False  # whether a request was refused because a limit was reached
     failure: EngineError | None = None  # first error of the engine
     fault: Exception | None = None  # first error at a request (500) that is neither the client's nor the engine's
     _roots: dict[str, _Place] = field(default_factory=dict[str, _Place])
-    _scopes: set[trio.CancelScope] = field(default_factory=set[trio.CancelScope])
+    _scopes: dict[trio.CancelScope, int] = field(default_factory=dict[trio.CancelScope, int])  # answers that each request waits for
     _rendered: dict[int, str] = field(default_factory=dict[int, str])  # texts before answers that nothing extends yet, by number
     _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
     _num_answers: int = 0
@@ -122,16 +123,18 @@ class Session:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests that have no answer yet."""
-        return len(self._scopes)
+        """Number of answers that requests wait for."""
+        return sum(self._scopes.values())
 
-    def enter(self, scope: trio.CancelScope) -> None:
-        """Note a request in flight, which close() cancels."""
-        self._scopes.add(scope)
+    def enter(self, scope: trio.CancelScope, n: int) -> None:
+        """Note a request for n answers in flight, which close() cancels."""
+        self.used_at = trio.current_time()
+        self._scopes[scope] = n
 
     def leave(self, scope: trio.CancelScope) -> None:
         """Note the end of a request in flight."""
-        self._scopes.discard(scope)
+        self.used_at = trio.current_time()
+        self._scopes.pop(scope, None)
 
     def close(self) -> None:
         """Refuse further requests, and cancel those in flight."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from functools import partial
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from rollouts.engines import InProcessEngine
 from rollouts.environments.tools.calls import ToolCall
 from rollouts.errors import ConfigError, DataError, EngineContextError, EngineError
 from rollouts.gateway import GatewayConfig, open_gateway
+from rollouts.gateway.server import DIALECTS
 from rollouts.testing import FakeEngine, create_tiny_model, random_answer, script_answer
 from rollouts.types import SamplingParams, Status
 
@@ -283,6 +285,35 @@ async def test_sessions_are_named_by_path_or_api_key_and_end():
         assert gateway.take_samples("b") == ()
 
 
+async def test_a_server_of_programs_keeps_nothing_of_requests_without_a_session_and_forgets_idle_ones():
+    engine = FakeEngine()
+    async with open_gateway(engine, TOKENIZER, records_unnamed=False, idle_s=0.2) as gateway, httpx.AsyncClient() as client:
+        for temperature in (0.5, 0.6):
+            await chat(client, gateway.url(), [user("x")], temperature=temperature)
+        assert not gateway.sessions and gateway.count()["num_requests"] == 2
+        first, second = [call.arguments["params"].seed for call in engine.calls]
+        assert first != second
+        await chat(client, gateway.url("a"), [user("x")])
+        assert list(gateway.sessions) == ["a"]
+        with trio.fail_after(5):
+            while gateway.sessions:
+                await trio.sleep(0.02)
+        assert gateway.count()["num_requests"] == 3
+
+
+async def test_a_request_that_fails_chooses_no_temperature():
+    def error_for(prompt, seed):
+        return EngineContextError("too long") if prompt[-1] == 5 else None
+
+    async with open_gateway(FakeEngine(error_for=error_for), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url('a')}/completions"
+        found = [
+            (await client.post(url, json={"prompt": [last], "temperature": temperature})).status_code
+            for last, temperature in ((5, 0.5), (6, 0.6), (6, 0.5))
+        ]
+    assert found == [400, 200, 400]
+
+
 async def test_an_api_key_is_in_no_id_name_or_message(caplog):
     caplog.set_level("DEBUG")
     engine = FakeEngine()
@@ -480,6 +511,36 @@ async def test_limits_of_a_session_are_kept():
         assert gateway.take_samples("a")[0].status is Status.TRUNCATED
 
 
+async def test_answers_in_flight_count_for_the_limit_of_a_session():
+    engine = FakeEngine(seconds_per_token=60.0)
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client, trio.open_nursery() as nursery:
+        gateway.open_session("a", max_answers=4)
+        nursery.start_soon(partial(ask, client, gateway.url("a"), [user("x")], n=3))
+        while len(engine.pending_requests) < 3:
+            await trio.sleep(0.01)
+        assert (await ask(client, gateway.url("a"), [user("x")], n=2))[0] == 403
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_stream_that_is_cancelled_before_its_answer_is_sent_is_not_recorded(monkeypatch):
+    engine = FakeEngine()
+    async with open_gateway(engine, TOKENIZER) as gateway:
+        record = gateway._record
+
+        def record_and_leave(session, *args):
+            reply = record(session, *args)
+            nursery.cancel_scope.cancel()  # the client leaves just now
+            return reply
+
+        monkeypatch.setattr(gateway, "_record", record_and_leave)
+        session = gateway.open_session("a")
+        request = DIALECTS["/v1/chat/completions"].read({"messages": [user("x")], "stream": True})
+        plan, params = gateway._plan(session, request)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(gateway._stream, DIALECTS["/v1/chat/completions"], session, request, plan, params, None)
+        assert session.num_recorded == 1 and not session.answers
+
+
 async def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
     with pytest.raises(DataError, match="generation prompt"):
         async with open_gateway(FakeEngine(), create_tokenizer("{% for m in messages %}{{ 'x' + m.content }}{% endfor %}")):
@@ -535,9 +596,10 @@ async def play_sessions(num):
             await client.aclose()
         counts = gateway.count()
         for key, texts in got.items():
+            prefix = gateway.sessions[key].request_prefix
             (sample,) = gateway.take_samples(key)
             trained = Counter(list_trained(sample))
-            sampled = Counter(list_sampled(engine.ledger, f"{key}-"))
+            sampled = Counter(list_sampled(engine.ledger, f"{prefix}-"))
             assert max(trained.values()) == 1, "an answer is trained on twice"
             assert trained <= sampled, "something is trained on that the engine has not sampled for this session"
             received = Counter(texts)
