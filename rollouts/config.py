@@ -140,7 +140,7 @@ class BadNumbers:
 
     loss: OnBadUpdate = "skip"  # a loss that is NaN or infinite
     gradient: OnBadUpdate = "skip"  # a gradient whose norm is NaN or infinite
-    max_skipped: int = 10  # updates left out in a row after which the run ends
+    max_skipped: int = 10  # updates left out in a row after which the run ends; steps of RL left out for their rows count by themselves
     gradient_spike: OnBadMeasure = "ignore"  # a norm above spike_factor times its running mean, after 10 updates
     spike_factor: float = 10.0  # multiple of the running mean of the norms of applied updates (weight 0.1 for each new one)
     ratio: OnBadMeasure = "ignore"  # an importance ratio of a trained token above ratio_limit

@@ -171,9 +171,10 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
     check_optimizers(config.backend, used, precision=config.backend.precision(config.model.device), adapters=config.lora.rank > 0)
     if kind == "jax":
         from rollouts.backends.fsdp.load import load_hf_model_on_meta
-        from rollouts.backends.jax.backend import require_jax
+        from rollouts.backends.jax.backend import check_policy, require_jax
         from rollouts.backends.jax.model import read_decoder_config
 
+        check_policy(config.on_bad, "on_bad")
         require_jax()
         if path is not None:
             read_decoder_config(load_hf_model_on_meta(path, trust_remote_code=config.model.trust_remote_code))

@@ -89,7 +89,7 @@ class RewardModelConfig:
     data: PairSection = field(default_factory=PairSection)
     training: PairTrainingSection = field(default_factory=PairTrainingSection)
     backend: BackendSection = field(default_factory=BackendSection)
-    on_bad: BadNumbers = field(default_factory=BadNumbers)  # policy for a loss or gradient that goes bad
+    on_bad: BadNumbers = field(default_factory=BadNumbers)  # policy for a loss or gradient that goes bad; the kinds of RL are refused
 
     def __post_init__(self) -> None:
         if self.data.path is None and self.task not in PAIR_TASKS:
@@ -101,6 +101,12 @@ class RewardModelConfig:
                 f"backend.kind is {self.backend.kind!r}, but this command trains a reward model in one process: leave it out, or call "
                 "train_reward_model with create_fsdp_reward_model_backend in a program of your own"
             )
+        usual = BadNumbers()
+        for name in ("ratio", "ratio_limit", "log_prob", "empty_answer", "all_masked"):
+            if (value := getattr(self.on_bad, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"on_bad.{name} is {value!r}, but it is about rollouts, and a reward model is trained on pairs: leave it out"
+                )
         if self.loggers:
             from integration.expressions.loggers import parse_loggers  # imports torch, which the help does not need
 

@@ -166,8 +166,8 @@ def sift_rows(
     more = f" and {count - _MOST_NAMED} more" if count > _MOST_NAMED else ""
     what = {"log_prob": "a log-prob that is not finite", "empty_answer": "an answer of at most one token"}[kind]
     raise BadNumberError(
-        f"{count} of {batch.num_rows} rows have {what}: {names}{more}; and the policy for {kind} is to stop. Nothing was updated. Look at "
-        f"these rollouts, or set on_bad.{kind} to drop (these rows) or skip (the update)",
+        f"{count} of {batch.num_rows} rows have {what}: {names}{more}; and the policy for {kind} is to stop. The step updated nothing. "
+        f"Look at these rollouts, or set on_bad.{kind} to drop (these rows) or skip (the update)",
         kind,
     )
 
@@ -176,8 +176,8 @@ def refuse_all_masked(policy: BadNumbers, what: str) -> dict[str, float]:
     """Return the metrics of a batch without a token to train on. Raises BadNumberError if the policy is to stop. what: the batch."""
     if policy.all_masked == "stop":
         raise BadNumberError(
-            f"{what} has no token with loss_mask > 0, and the policy for all_masked is to stop. Nothing was updated. Look at the data and "
-            "at what masks them, or set on_bad.all_masked to skip",
+            f"{what} has no token with loss_mask > 0, and the policy for all_masked is to stop. The step updated nothing. Look at the data "
+            "and at what masks them, or set on_bad.all_masked to skip",
             "all_masked",
         )
     return {"num_bad_all_masked": 1.0}

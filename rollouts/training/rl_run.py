@@ -295,6 +295,7 @@ class RLRun:
         self._warned_of_parity = False
         self._signs = Signs()
         self._saved_step = 0
+        self._num_left_out = 0
         self.abandonment = Abandonment() if parts.abandonment is None else parts.abandonment
         self.served = ServedWeights(version=0)
 
@@ -381,6 +382,7 @@ class RLRun:
             )
         )
         metrics = parity | trained | bad
+        self._count_left_out(metrics)
         if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
@@ -394,6 +396,21 @@ class RLRun:
         for text in found:
             logging.getLogger(__name__).warning("%s", text)
         return metrics
+
+    def _count_left_out(self, metrics: Metrics) -> None:
+        """Count steps in a row whose update was left out for bad rows, before it was computed: the backend counts the others.
+
+        Raises: BadNumberError after max_skipped of them.
+        """
+        is_left_out = metrics.get("num_updates") == 0.0 and metrics.get("update_skipped") == 1.0
+        self._num_left_out = self._num_left_out + 1 if is_left_out else 0
+        if self._num_left_out >= self.config.bad_numbers.max_skipped:
+            kind = "empty_answer" if "num_bad_empty_answer" in metrics else "log_prob"
+            raise BadNumberError(
+                f"the updates of {self._num_left_out} steps in a row were left out for bad rows (num_bad_{kind} in the metrics): look at "
+                f"their rollouts, or set on_bad.{kind} to drop (the rows)",
+                kind,
+            )
 
     def _plan_updates(self, step: int) -> UpdatePlan:
         """Return the plan of the updates after `step` finished steps."""

@@ -520,6 +520,8 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
             ["--generation.top-k", "5", "--enable-segment-wise-ppo", "--rl.asynchronous.enabled"],
             "log-probs of segments are computed over the whole vocabulary",
         ),
+        (["--on-bad.gradient", "stop", "--backend.kind", "jax"], "--on-bad.gradient is 'stop', but the JAX backend"),
+        (["--on-bad.ratio", "skip", "--backend.kind", "jax", "--dry-run"], "--on-bad.ratio is 'skip', but the JAX backend"),
         (["--backend.kind", "fsd"], "did you mean 'fsdp'?"),
         (["--backend.num-processes", "2"], "add --backend.kind fsdp"),
         (["--model.path", "/nowhere/model"], "is not a directory"),

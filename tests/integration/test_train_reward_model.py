@@ -217,6 +217,7 @@ REFUSED = {
     "no directory": (["--model.path", "/nowhere"], "/nowhere is not a directory"),
     "a best that no pair measures": (["--training.best", "eval_perplexity"], "held-out pairs are measured by eval_accuracy, eval_loss"),
     "no steps": (["--training.num-steps", "0"], "--training.num-steps is 0"),
+    "a policy for rollouts": (["--on-bad.ratio", "skip"], "--on-bad.ratio is 'skip', but it is about rollouts"),
     "no file": (["--data.path", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
 }
 

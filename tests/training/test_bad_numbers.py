@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from samples import draw_batch
 from rollouts.algorithms.losses import sft_loss
 from rollouts.algorithms.presets import grpo
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend, create_reward_model_backend
+from rollouts.backends.fsdp.checkpoint import _read_single
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.updates import UpdateCounts, Worst, count_update, judge_update, read_counts
+from rollouts.backends.pytorch.files import TRAINER_FILE
 from rollouts.config import BadNumbers, RLTrainingConfig
 from rollouts.data.filters import find_bad_log_probs, find_empty_answers, sift_rows
 from rollouts.data.prompts import DataBuffer
@@ -102,11 +105,14 @@ async def test_an_update_with_a_bad_number_ends_the_run_before_anything_is_chang
     for _ in range(10 if kind == "gradient_spike" else 1):
         await step(backend)
     before = await weights(backend)
-    with pytest.raises(BadNumberError, match=rf"update \d+: .* the policy for {kind} is to stop\. Nothing was updated") as caught:
+    with pytest.raises(BadNumberError, match=rf"update \d+: .* the policy for {kind} is to stop\. It was not applied") as caught:
         await step(backend, loss)
     assert caught.value.kind == kind
     after = await weights(backend)
     assert all(torch.equal(before[key], after[key]) for key in before)
+    with pytest.raises(AssertionError, match="optim_step was called without a forward_backward"):
+        backend.optim_step()
+    assert (await step(backend))["grad_norm"] < 100.0, "the gradient with the bad number is gone"
 
 
 @pytest.mark.parametrize("create", [create_critic_backend, create_reward_model_backend])
@@ -146,6 +152,22 @@ def test_the_judgement_goes_by_limits_and_looks_for_spikes_after_ten_updates():
     assert judge_update(INF, counts, worst=Worst(is_loss_finite=False), policy=policy) == "loss"
     assert count_update(counts, 9.0, applied=False) == replace(counts, num_updates=11, num_skipped_in_a_row=1)
     assert count_update(counts, 2.0, applied=True).usual_norm == pytest.approx(1.1)
+
+
+def test_a_ratio_that_is_no_number_is_the_worst_in_any_place():
+    for ratios in ((NAN, 1.0), (1.0, NAN), (NAN, NAN)):
+        worst = Worst()
+        for ratio in ratios:
+            worst = worst.add({"loss": 1.0, "max_ratio": ratio})
+        assert judge_update(1.0, UpdateCounts(), worst=worst, policy=BadNumbers(ratio="skip")) == "ratio"
+
+
+async def test_the_usual_norm_of_one_process_goes_on_in_several(tmp_path: Path):
+    backend = BACKENDS["pytorch"]()
+    await step(backend)
+    await backend.save_checkpoint(tmp_path).result()
+    assert backend.counts.usual_norm > 0
+    assert read_counts(_read_single(tmp_path / TRAINER_FILE)) == backend.counts
 
 
 def test_counts_of_earlier_checkpoints_have_no_usual_norm():
@@ -300,3 +322,11 @@ async def test_an_empty_answer_in_the_loop(action: str):
     assert metrics.get("num_bad_empty_answer") == (None if action == "ignore" else 1.0)
     assert metrics["update_skipped"] == (1.0 if action == "skip" else 0.0)
     assert metrics["reward_mean"] == 1.0
+
+
+async def test_steps_that_are_left_out_for_their_rows_end_the_run_after_so_many_in_a_row():
+    config = RLTrainingConfig(num_steps=5, weight_sync="memory", bad_numbers=BadNumbers(empty_answer="skip", max_skipped=3))
+    parts = RLParts(backend=BACKENDS["pytorch"](), data_buffer=DataBuffer([Prompt(content="p")] * 8), engines=[])
+    with pytest.raises(BadNumberError, match=r"the updates of 3 steps in a row were left out .*on_bad\.empty_answer to drop") as caught:
+        await train_rl(parts, Source(), config)
+    assert "in step 3" in " ".join(caught.value.__notes__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,6 +230,7 @@ class FSDPTrainingBackend:
             non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        load, self._load, self._counted, self._has_gradient = self._load, None, None, False  # also if a bad number ends the run
         with self._operation("optim_step"):
             metrics, self.counts = update_parameters(
                 self.optimizer,
@@ -239,9 +240,7 @@ class FSDPTrainingBackend:
                 read=self._read_norm,
                 judge=self._judge,
             )
-            metrics |= summarize_load(self._sum_load(self._load))
-        self._load = self._counted = None
-        self._has_gradient = False
+            metrics |= summarize_load(self._sum_load(load))
         self._check_updated()
         check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
@@ -467,7 +466,7 @@ class FSDPTrainingBackend:
         """Judge the update by the numbers of all ranks, so that all decide alike."""
         own = self._reads.take_worst()
         found = gather_values(self.ranks, (own.is_loss_finite, own.max_ratio), operation="looking at the losses of an update")
-        worst = Worst(all(is_finite for is_finite, _ in found), max(ratio for _, ratio in found))
+        worst = reduce(Worst.merge, (Worst(bool(is_finite), ratio) for is_finite, ratio in found))
         return judge_update(norm, counts, worst=worst, policy=self._bad_numbers)
 
     def _sum_load(self, load: ExpertLoad | None) -> ExpertLoad | None:

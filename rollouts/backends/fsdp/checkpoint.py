@@ -303,6 +303,7 @@ def _read_single(path: Path) -> dict[str, Any]:
                 "from the weights alone with --model.path"
             )
         return {name: state[name] for name in ("scheduler", "num_updates", "num_skipped_in_a_row", "weight_version")} | {
+            "usual_norm": state.get("usual_norm", 0.0),  # checkpoints of earlier versions have none
             "num_ranks": 1,
             "tensors": {},
             "whole": state["optimizer"],

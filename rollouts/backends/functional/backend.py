@@ -20,7 +20,7 @@ from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_checkpoint
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.backends.weights.export import alone, collect_pieces
-from rollouts.errors import CheckpointError
+from rollouts.errors import BadNumberError, CheckpointError
 from rollouts.models.forward import (
     ComputeOutputs,
     OutputOptions,
@@ -163,7 +163,11 @@ class TorchFuncTrainingBackend:
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
         """Run apply_update. Raises BackendError for a non-finite parameter; BadNumberError as rule.bad_numbers says."""
-        self.state, metrics = apply_update(self.state, self.rule, self._reads.read, self._reads.take_worst)
+        try:
+            self.state, metrics = apply_update(self.state, self.rule, self._reads.read, self._reads.take_worst)
+        except BadNumberError:  # a caller that goes on begins anew
+            self.state = replace(self.state, gradients=None, expert_load=None, counted_load=None)
+            raise
         self._show()
         check_updated(self.state.parameters.items(), self.state.counts)
         check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self.rule.bad_numbers.max_skipped)

@@ -250,6 +250,17 @@ class JAXTrainingBackend:
         check_same(found, expected, f"{type(model).__name__} gives other log-probs in JAX than in PyTorch")
 
 
+def check_policy(policy: BadNumbers, name: str) -> None:
+    """Raise ConfigError for a policy of an update that this backend cannot follow. name: of the setting, for the message."""
+    usual = BadNumbers()
+    if changed := [kind for kind in ("loss", "gradient", "gradient_spike", "ratio") if getattr(policy, kind) != getattr(usual, kind)]:
+        raise ConfigError(
+            f"{name}.{changed[0]} is {getattr(policy, changed[0])!r}, but the JAX backend judges an update in its compiled program, "
+            f"which leaves out gradients that are not finite and nothing else: leave it at {getattr(usual, changed[0])!r}, or use "
+            "--backend.kind pytorch"
+        )
+
+
 @takes(ScheduledAdamWArguments)
 def create_jax_backend(
     model: str | Path | PreTrainedModel,
@@ -269,13 +280,7 @@ def create_jax_backend(
     """
     rule = create_rule(**adamw)
     rule.require_float32_moments("the JAX backend")
-    own, usual = rule.bad_numbers, BadNumbers()
-    if changed := [name for name in ("loss", "gradient", "gradient_spike", "ratio") if getattr(own, name) != getattr(usual, name)]:
-        raise ConfigError(
-            f"bad_numbers.{changed[0]} is {getattr(own, changed[0])!r}, but the JAX backend judges an update in its compiled program, "
-            f"which leaves out gradients that are not finite and nothing else: leave it at {getattr(usual, changed[0])!r}, or use "
-            "--backend.kind pytorch"
-        )
+    check_policy(rule.bad_numbers, "bad_numbers")
     require_jax()
     if parse_dtype(compute_dtype) != torch.float32:
         raise ConfigError(

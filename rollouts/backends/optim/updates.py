@@ -50,10 +50,13 @@ class Worst:
 
     def add(self, metrics: Mapping[str, float]) -> Worst:
         """Return the worst with those of one more pass."""
-        return Worst(
-            self.is_loss_finite and math.isfinite(metrics.get("loss", 0.0)),
-            max(self.max_ratio, metrics.get("max_ratio", 0.0)),
-        )
+        return self.merge(Worst(math.isfinite(metrics.get("loss", 0.0)), metrics.get("max_ratio", 0.0)))
+
+    def merge(self, other: Worst) -> Worst:
+        """Return the worst of both; a ratio that is NaN is worse than any number."""
+        ratios = (self.max_ratio, other.max_ratio)
+        ratio = math.nan if any(map(math.isnan, ratios)) else max(ratios)
+        return Worst(self.is_loss_finite and other.is_loss_finite, ratio)
 
 
 Judge: TypeAlias = Callable[[float, UpdateCounts], "str | None"]
@@ -95,7 +98,7 @@ def judge_update(norm: float, counts: UpdateCounts, *, worst: Worst, policy: Bad
         "gradient_spike": f"the norm of the gradient is {norm:.6g}, more than {policy.spike_factor:g} times its mean so far, {usual:.6g}",
     }[kind]
     raise BadNumberError(
-        f"update {counts.num_updates + 1}: {told}, and the policy for {kind} is to stop. Nothing was updated. Look at the rewards and "
+        f"update {counts.num_updates + 1}: {told}, and the policy for {kind} is to stop. It was not applied. Look at the rewards and "
         f"log-probs of the step, lower the learning rate, or set on_bad.{kind} to skip",
         kind,
     )
@@ -131,10 +134,12 @@ def update_parameters(
     total = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     norm = read_scalar(total) if read is None else read(total)
     lr = float(optimizer.param_groups[0]["lr"])
-    kind = judge(norm, counts) if judge is not None else None if math.isfinite(norm) else "gradient"
-    if kind is None:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    try:
+        kind = judge(norm, counts) if judge is not None else None if math.isfinite(norm) else "gradient"
+        if kind is None:
+            optimizer.step()
+    finally:  # also if the judge ends the run: a caller that goes on begins anew
+        optimizer.zero_grad(set_to_none=True)
     if scheduler is not None:
         scheduler.step()
     metrics = {"grad_norm": norm, "lr": lr, "update_skipped": float(kind is not None)} | describe_bad(kind)

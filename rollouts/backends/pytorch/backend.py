@@ -230,6 +230,7 @@ class PyTorchTrainingBackend:
             left a non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
+        load, self._load, self._counted, self._has_gradient = self._load, None, None, False  # also if a bad number ends the run
         metrics, self.counts = update_parameters(
             self.optimizer,
             self.scheduler,
@@ -238,9 +239,7 @@ class PyTorchTrainingBackend:
             read=self._reads.read,
             judge=self._judge,
         )
-        metrics |= summarize_load(self._load)
-        self._load = self._counted = None
-        self._has_gradient = False
+        metrics |= summarize_load(load)
         check_updated(trained_parameters(self.model), self.counts)
         check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
         return ImmediateTrainFuture(metrics, "optim_step")
