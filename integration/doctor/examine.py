@@ -62,7 +62,7 @@ class Patient:
     tokenizer: PreTrainedTokenizerBase
     model: Any  # as loaded
     task: Task
-    rows: tuple[tuple[int, ...], ...]  # tokens of some of the user's rows: conversations, else prompts
+    rows: tuple[tuple[int, ...], ...]  # tokens of some of the user's rows: conversations, else recorded rollouts, else prompts
 
     @property
     def precision(self) -> str:
@@ -91,7 +91,9 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
         task = replace(task, sft_samples=(*task.sft_samples, *await task.demonstrate(say)))
     samples = task.sft_samples[:num_rows] if "sft" in command.mode else ()
     prompts = (task.train_prompts or task.heldout_prompts)[:num_rows]
-    rows = tuple(sample.tokens for sample in samples) or tuple(tokenize_prompt(tokenizer, prompt.content) for prompt in prompts)
+    recorded = [sample.tokens for group in (() if task.recorded is None else task.recorded.groups) for sample in group][:num_rows]
+    rows = tuple(sample.tokens for sample in samples) or tuple(recorded)
+    rows = rows or tuple(tokenize_prompt(tokenizer, prompt.content) for prompt in prompts)
     patient = Patient(config=config, mode=command.mode, tokenizer=tokenizer, model=model, task=task, rows=rows)
     say("texts: tokenizer, chat template, loss masks")
     findings += check_texts(patient, samples, num_rows)
@@ -149,7 +151,7 @@ async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: 
         say("trainer against transformers")
         findings += await attempt("trainer log-probs", partial(check_trainer, trainer, reference, rows, **compare))
         findings += await attempt("log-probs repeat", partial(check_repeats, trainer, rows))
-        if "rl" in patient.mode and prompts:
+        if "rl" in patient.mode and prompts and patient.task.recorded is None:
             say("engine against trainer")
             findings += await attempt("engine log-probs", partial(_check_engines, patient, trainer, prompts, directory, say))
         findings += await attempt("splits change nothing", partial(check_splits, trainer, rows, precision=patient.precision))

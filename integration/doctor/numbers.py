@@ -180,6 +180,8 @@ async def check_repeats(backend: TrainingBackend, samples: Sequence[Sample]) -> 
 
 async def check_splits(backend: TrainingBackend, samples: Sequence[Sample], *, precision: str) -> Finding:
     """Check that loss and gradient of a step do not depend on its split into micro-batches. The weights are restored."""
+    if len(samples) < 2:
+        return skip("splits change nothing", "one row alone cannot be split")
     batch = collate_samples(samples, pad_id=0)
     batch = replace(batch, loss_weights=token_mean(batch))
     weights = dict(await backend.get_weights().result())

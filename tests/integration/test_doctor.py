@@ -204,6 +204,7 @@ async def test_a_right_trainer_passes():
     assert (await check_trainer(backend, create_reference(model), rows, precision="float32", window=None)).status == "pass"
     assert (await check_repeats(backend, rows)).status == "pass"
     assert (await check_splits(backend, rows, precision="float32")).status == "pass"
+    assert (await check_splits(backend, rows[:1], precision="float32")).status == "skip", "nothing is split"
     kept = await backend.get_weights().result()
     assert all(torch.equal(kept[name], weight) for name, weight in model.state_dict().items()), "the check of splits restores the weights"
 
