@@ -89,8 +89,9 @@ def test_log_probs_of_a_reference_are_a_column_and_stand_at_the_end_of_each_answ
     assert batch.ref_log_probs is not None
     assert (batch.ref_log_probs * batch.loss_mask).sum(1).tolist() == [-1.5, -2.0]
     assert collate_pairs([pair, prepare_preference_pair(create_char_tokenizer(), TEXT)]).ref_log_probs is None
-    with pytest.raises(DataError, match="ref_chosen_logps is 'x', expected a number"):
-        prepare_preference_pair(create_char_tokenizer(), {**TEXT, "ref_chosen_logps": "x"})
+    for bad in ("x", float("nan")):
+        with pytest.raises(DataError, match=f"ref_chosen_logps is {bad!r}, expected a number"):
+            prepare_preference_pair(create_char_tokenizer(), {**TEXT, "ref_chosen_logps": bad})
 
 
 def test_labelled_answers_stand_by_themselves_and_pairs_become_two(tmp_path: Path):

@@ -143,6 +143,7 @@ async def test_the_reference_point_is_that_of_other_prompts_answers():
 
 TWO_RANKS = """
 from preference_rows import OBJECTIVES, make_rows
+from rollouts.backends.ranks.leading import drop_backend
 from rollouts.config import PreferenceTrainingConfig
 from rollouts.preference_loop import PreferenceParts, train_preferences
 import trio
@@ -153,6 +154,8 @@ for name in ("dpo", "kto"):
     rows = make_rows(name)
     parts = PreferenceParts(backend=policy, reference=reference)
     found[name] = trio.run(partial(train_preferences, parts, rows, OBJECTIVES[name], config, heldout=rows[:6]))
+drop_backend(group, "dpo reference")
+found["kept"] = group.run("listing the backends", jobs.list_backends)
 print(json.dumps(found), flush=True)
 """
 
@@ -165,6 +168,7 @@ async def test_two_ranks_train_as_one_process_does(tmp_path: Path):
         for child in children:
             child.kill()
     found = json.loads(children[0].out)
+    assert found["kept"] == 2 * [["dpo policy", "kto policy", "kto reference"]], "one was dropped, on both ranks"
     for name in ("dpo", "kto"):
         rows = make_rows(name)
         alone = await train_preferences(make_parts(), rows, OBJECTIVES[name], config(num_steps=3, batch_size=7), heldout=rows[:6])

@@ -92,6 +92,11 @@ def start_ranks(code: str, num_ranks: int, *arguments: object, folder: Path) -> 
     return children
 
 
+def list_backends(backends: dict[str, object]) -> list[str]:
+    """The names of the backends of a rank."""
+    return sorted(backends)
+
+
 def create_tiny_backend(lr: float = 1e-2) -> FSDPTrainingBackend:
     """A rank's part of a tiny model."""
     return FSDPTrainingBackend(create_tiny_model(), partial(create_adamw_optimizer, lr=lr))
