@@ -92,6 +92,20 @@ def test_the_reason_of_a_group_is_on_top_of_it(page: Path, look: Look):
     assert "No gradient: all 2 rewards of the group are 0" in document and "The other 1 of the group, side by side" in document
 
 
+def test_subgroups_have_headings_and_reasons_of_their_own(tmp_path: Path, look: Look):
+    first = [create_record(k, 5, float(k == 0), (1.0, 0.0, -1.0)[k // 2], (1.0, 0.0, 0.0), subgroup="first") for k in (0, 2, 4)]
+    second = [create_record(k, 5, 1.0, 0.0, (1.0, 1.0, 1.0), subgroup="<b>") for k in (1, 3, 5)]
+    write_records(tmp_path / "rl" / "trajectories" / "step_0001.jsonl", [*first, *second])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "rl", "reward_mean": 0.5}\n')
+    page = tmp_path / "report.html"
+    page.write_text(render(read_report([tmp_path], max_tokens=0)))
+    document, console = look(page, "tab=rollouts&group=5&pick=0-3")
+    assert console == "" and len(rows_of(document)) == 6
+    assert document.count("step 1, group 5, subgroup &lt;b&gt;</div>") == 1
+    assert "step 1, group 5, subgroup first</h2>" in document and "Group 5, subgroup first has a gradient" in document
+    assert "The other 2 of the subgroup, side by side" in document and "No gradient" not in document
+
+
 @pytest.mark.parametrize(
     ("state", "rows"),
     [
