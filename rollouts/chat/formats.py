@@ -145,9 +145,10 @@ class ChatFormat:
     def _check_role(self, role: str) -> None:
         probe = [_message("user", _QUESTION), _message("assistant", _ANSWER), _message(role, _FOLLOW_UP)]
         if _FOLLOW_UP not in self.open(probe):
+            other = "" if role == "user" else ", or observations another role (EpisodeConfig.observation_role = 'user')"
             raise DataError(
-                f"the chat template drops messages of the role {role!r}, so the model would not see what the environment says: give "
-                "observations another role (observation_role='user'), or the tokenizer a template that shows them"
+                f"the chat template drops messages of the role {role!r}, so the model would not see what it is told: give the tokenizer a "
+                f"template that shows them{other}"
             )
 
 

@@ -173,6 +173,23 @@ async def test_programs_ask_no_proxy_for_their_gateway_and_cannot_guess_the_sess
     assert all(len(key) >= 32 for key in keys) and len({key[-20:] for key in keys}) == 2
 
 
+async def test_a_fault_of_the_gateway_is_a_failure_of_the_run_that_a_program_cannot_hide():
+    def parse_calls(text):
+        raise KeyError("no such tool")
+
+    async def agent(task):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await ask(task, "x", client)
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            body = {"messages": [{"role": "user", "content": "y"}], "tools": tools}
+            await client.post(f"{task.openai_base_url}/chat/completions", json=body)
+        return 1.0
+
+    gateway = GatewayConfig(parse_calls=parse_calls, chat=False)
+    with pytest.raises(AgentFault, match=r"the gateway failed at a request.*KeyError"):
+        await create_agent_generate_fn(agent, [LedgerEngine()], TOKENIZER, PARAMS, gateway=gateway)(PROMPT, 1)
+
+
 def test_a_gateway_of_agents_has_no_port_of_its_own():
     with pytest.raises(ConfigError, match=r"GatewayConfig\.port is 9000"):
         create_agent_generate_fn(["true"], [LedgerEngine()], TOKENIZER, PARAMS, gateway=GatewayConfig(port=9000))
