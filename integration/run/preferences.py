@@ -28,6 +28,7 @@ from rollouts.data.preference_pairs import PreferencePair
 from rollouts.preference_loop import STAGE, PreferenceParts, measure_preferences, score_reference, train_preferences
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import StageLogger
+from rollouts.training.run_state import RunState, read_run_state
 from rollouts.training.steps import EvaluateFn
 
 _SCORED_BETWEEN_WRITES = 1024  # pairs
@@ -92,18 +93,23 @@ async def run_dpo(
                 clock=control.clock,
                 best=best,
                 inputs=control.inputs,
+                abandonment=control.abandonment,
             )
-            await _train(config, parts, task, training, start_step)
+            await _train(config, parts, task, training, None if source is None else read_run_state(source))
+    if control.abandonment.is_requested:
+        return None
     last = finished_checkpoint(checkpoint_dir, num_steps, best)
     return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
 
 
-async def _train(config: Config, parts: PreferenceParts, task: Task, training: PreferenceTrainingConfig, start_step: int) -> None:
+async def _train(config: Config, parts: PreferenceParts, task: Task, training: PreferenceTrainingConfig, state: RunState | None) -> None:
+    start_step, unfinished = (0, None) if state is None else (state.step, state.metrics)
     objective, heldout = config.preference.create_objective(), task.heldout_preferences
     if start_step == 0 and parts.metrics_logger is not None:
         parts.metrics_logger.log(await measure_preferences(parts, heldout, objective, training), 0)
-    if start_step < training.num_steps:
-        await train_preferences(parts, task.preferences, objective, training, heldout=heldout, start_step=start_step)
+    if start_step < training.num_steps or unfinished is not None:
+        rows = task.preferences
+        await train_preferences(parts, rows, objective, training, heldout=heldout, start_step=start_step, unfinished=unfinished)
 
 
 async def _score_once(
