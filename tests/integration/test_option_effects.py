@@ -41,7 +41,7 @@ from integration.train import main
 from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.backends.optim.optimizers import create_rule
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.config import RewardConfig
+from rollouts.config import BadNumbers, RewardConfig
 from rollouts.data.prompts import DataBuffer
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
@@ -101,7 +101,7 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "half": ("rl", True, {"backend.kind": "fsdp", "backend.num_processes": 6, **HALF}),
     "nodes": ("sft", True, {"backend.kind": "fsdp", "backend.num_processes": 16}),
     "functional": ("sft+rl", False, {"backend.kind": "torch_func"}),
-    "adapters": ("sft+rl", False, {"lora.rank": 4}),
+    "adapters": ("sft+rl", False, {"lora.rank": 4, "on_bad.gradient_spike": "skip", "on_bad.ratio": "stop"}),
     "grid world": ("sft+rl", False, {"task": "grid_world"}),
     "calculator": ("rl", False, {"task": "calculator", "episode.on_environment_error": "retry"}),
     "own environment": ("rl", False, {"task": "environment", "environment.factory": "rollouts.environments.games.grid_world:GridWorld"}),
@@ -127,7 +127,9 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "unevaluated": ("sft", False, {**DATA, "evaluation.sampled": False, "data.eval_path": "DIR/heldout.jsonl"}),
 }  # fmt: skip
 OTHER: dict[str, Any] = {  # a further value of an option, where none can be thought up from the type
-    "task": "sort-long", "output_dir": "elsewhere", "num_threads": 3, "model.path": "DIR", "model.device": "meta", "model.num_heads": 8,
+    **{f"on_bad.{kind}": "stop" for kind in ("loss", "gradient", "all_masked", "log_prob", "empty_answer")}, "on_bad.ratio": "skip",
+    "on_bad.gradient_spike": "stop", "task": "sort-long", "output_dir": "elsewhere", "num_threads": 3,
+    "model.path": "DIR", "model.device": "meta", "model.num_heads": 8,
     "model.num_kv_heads": 4, "model.max_length": 99, "data.path": "DIR/heldout.jsonl", "data.eval_path": "DIR/train.jsonl",
     "data.max_length": 3, "rl.prompts_per_step": 128, "rl.num_minibatches": 4, "rl.algorithm": "rloo", "rl.overlong_buffer": 3,
     "rl.kl_control.kl_coef": 0.7, "rl.kl_control.target": 0.3, "rl.filter": "diversity", "rl.asynchronous.max_concurrent_rollouts": 70,
@@ -241,6 +243,10 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     rule = create_rule(**vars(section.optimizer), total_steps=steps)
     clip = fsdp_config(config).clip_grad if config.backend.kind == "fsdp" else None
     yield replace(rule, max_grad_norm=clip or rule.max_grad_norm, schedule=len), [rule.schedule(step) for step in range(steps)]
+    bad = config.on_bad
+    yield bad.loss, bad.gradient, bad.max_skipped, bad.gradient_spike, None if bad.gradient_spike == "ignore" else bad.spike_factor
+    if part == "rl":
+        yield bad.ratio, None if bad.ratio == "ignore" else bad.ratio_limit, bad.log_prob, bad.empty_answer, bad.all_masked
     if part == "sft":
         yield sft_training_config(config)
         return
@@ -251,7 +257,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     algorithm = config.algorithm
     training = rl_training_config(config, algorithm)
     shape, long = training.shape_reward, Sample(prompt="", tokens=(0,) * 9, loss_mask=(0.0,) + (1.0,) * 8, reward=1.0)
-    yield replace(training, algorithm=None, shape_reward=None), repr(algorithm), None if shape is None else shape(long)
+    yield replace(training, algorithm=None, shape_reward=None, bad_numbers=BadNumbers()), repr(algorithm), shape and shape(long)
     yield (
         replace(generation_config(config, 8), enable_thinking=None),
         config.enable_segment_wise_ppo,
