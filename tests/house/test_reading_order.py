@@ -44,7 +44,7 @@ def test_the_reading_order_says_how_much_there_is_to_read(generator):
     assert len(found) == len(counts)
     for stop, said, count in zip(generator["READING_ORDER"], map(int, found), counts, strict=True):
         assert abs(said - count) <= 10 + count // 5, f"{stop.path}: run python tools/docs/generate_architecture.py"
-    assert sum(counts) <= 2800, "a reading order is short"
+    assert sum(counts) <= 2850, "a reading order is short"
 
 
 def test_every_link_leads_somewhere_and_to_the_names_beside_it():
