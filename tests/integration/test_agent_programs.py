@@ -76,10 +76,21 @@ def test_the_command_refuses_other_machines_without_a_token(capsys: pytest.Captu
 @pytest.mark.slow
 def test_the_command_serves_the_built_in_model_until_it_is_stopped():
     command = [sys.executable, "-m", "integration.gateway", "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        answer = httpx.post(f"{url}/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] <= 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+    asks = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
+    ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            answer = httpx.post(f"{url}/chat/completions", json=asks, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] <= 3
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+
+
+def _heed_interrupts() -> None:
+    """Undo that a shell lets programs in the background ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
