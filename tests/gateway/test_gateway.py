@@ -420,7 +420,7 @@ async def test_too_many_requests_wait_or_are_refused_and_late_ones_end():
         found.append((await ask(client, url, [user("x")]))[0])
 
     async with (
-        open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=3, timeout_s=0.5) as gateway,
+        open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=3, timeout_s=4.0) as gateway,
         httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client,
     ):
         async with trio.open_nursery() as nursery:
