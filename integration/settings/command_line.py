@@ -46,7 +46,7 @@ from integration.settings.other_names import describe_unknown, explain_other_nam
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.config import check_setting
-from rollouts.config_files import from_dict, load_config, read_json, to_dict
+from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_module
 
@@ -142,7 +142,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     if mode is None:
         mode = read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl"
     if mode not in MODES:
-        raise ConfigError(f"unknown mode {mode!r}: expected one of {', '.join(MODES)}")
+        raise ConfigError(f"unknown mode {mode!r}: {suggest(mode, MODES)} (modes: {', '.join(MODES)})")
     if arguments.accept_changed_data and not arguments.resume:
         raise ConfigError("--accept-changed-data is about the data of an interrupted run: add --resume, or leave it out")
     if arguments.json and not arguments.dry_run:
