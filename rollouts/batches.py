@@ -76,7 +76,7 @@ def select_rows(batch: TrainBatch, index: Sequence[int] | Tensor) -> TrainBatch:
 def select_kept(kept: KeptSets, function: Callable[[Tensor], Tensor]) -> KeptSets:
     """Return the sets of some of the tokens, as a function of tensors of the tokens' shape selects them, without the ids of the others."""
     starts, counts = function(kept.starts), function(kept.counts)
-    ids = kept.ids[find_kept(starts.flatten(), counts.flatten())]
+    ids = kept.ids[place_kept(starts.flatten(), counts.flatten())]
     return KeptSets(ids=ids, starts=(counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape), counts=counts)
 
 
@@ -85,7 +85,7 @@ def map_kept(kept: KeptSets, function: Callable[[Tensor], Tensor]) -> KeptSets:
     return KeptSets(ids=function(kept.ids), starts=function(kept.starts), counts=function(kept.counts))
 
 
-def find_kept(starts: Tensor, counts: Tensor) -> Tensor:
+def place_kept(starts: Tensor, counts: Tensor) -> Tensor:
     """Return the places of the ids of sets # [N], set after set. # [sum of counts] int64"""
     shift = (starts - counts.cumsum(0) + counts).repeat_interleave(counts)  # place of a set, minus its place in the result
     return shift + torch.arange(len(shift), device=shift.device)

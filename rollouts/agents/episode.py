@@ -275,7 +275,7 @@ class Course:
             rollout_log_probs=transcript.log_probs,
             weight_versions=transcript.versions,
             routed_experts=transcript.routed_experts,
-            kept_tokens=transcript.kept_tokens if transcript.kept_tokens is not None and transcript.kept_tokens.cuts else None,
+            kept_tokens=transcript.cut_tokens,
             response="\n".join(step.raw_policy_output for step in steps),
             reward=None if failed else reward,
             status=_status_of(self._stop_reason, is_cut=is_cut),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rollouts.batches import find_kept
+from rollouts.batches import place_kept
 from rollouts.types import KeptSets
 
 
@@ -457,7 +457,7 @@ def _keep_sets(logits: Tensor, kept: KeptSets, rows: slice) -> None:
     """Set logits # [C, V] of these positions to -inf outside their sets, in place."""
     counts = kept.counts[rows]
     row = torch.arange(len(counts), device=logits.device).repeat_interleave(counts)
-    ids = kept.ids[find_kept(kept.starts[rows], counts)].long()
+    ids = kept.ids[place_kept(kept.starts[rows], counts)].long()
     values = logits[row, ids]
     logits.masked_fill_((counts > 0)[:, None], -torch.inf)
     logits[row, ids] = values

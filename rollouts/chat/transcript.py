@@ -56,6 +56,11 @@ class Transcript:
         return self.tokens[self.context_starts[-1] if self.context_starts else 0 :]
 
     @property
+    def cut_tokens(self) -> KeptTokens | None:
+        """Value of Sample.kept_tokens: the record, or None where it is not known or nothing was cut."""
+        return self.kept_tokens if self.kept_tokens is not None and self.kept_tokens.cuts else None
+
+    @property
     def num_sampled(self) -> int:
         """Number of tokens of all actions together."""
         return sum(turn.end - turn.start for turn in self.turns)

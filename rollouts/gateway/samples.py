@@ -76,7 +76,7 @@ def _to_sample(contexts: Sequence[tuple[Answer, ...]], pending: Sample, status: 
         rollout_log_probs=transcript.log_probs,
         weight_versions=transcript.versions,
         routed_experts=transcript.routed_experts,
-        kept_tokens=transcript.kept_tokens if transcript.kept_tokens is not None and transcript.kept_tokens.cuts else None,
+        kept_tokens=transcript.cut_tokens,
         response="\n".join(answer.text for answer in answers),
         status=status,
         temperature=answers[0].temperature,
