@@ -44,6 +44,8 @@ def measure_here(experiment: Experiment, amount: Amount) -> dict[str, Any]:
         return asdict(experiment.attempt(amount))
     except Skipped as reason:
         return {"skipped": str(reason)}
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def measure_in_process_of_its_own(experiment: Experiment, work: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -420,15 +420,16 @@ async def test_too_many_requests_wait_or_are_refused_and_late_ones_end():
         found.append((await ask(client, url, [user("x")]))[0])
 
     async with (
-        open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=3, timeout_s=4.0) as gateway,
+        open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=3, timeout_s=5.0) as gateway,
         httpx.AsyncClient(timeout=30, limits=httpx.Limits(max_connections=None)) as client,
     ):
         async with trio.open_nursery() as nursery:
             for k in range(8):
                 nursery.start_soon(request, client, gateway.url(f"s{k}"))
-            while len(found) < 3:
-                await trio.sleep(0.01)
-            assert len(engine.pending_requests) == 2
+            with trio.fail_after(4):
+                while len(engine.pending_requests) < 2 or len(found) < 3:
+                    await trio.sleep(0.01)
+            assert (len(engine.pending_requests), found) == (2, [429] * 3)
     assert Counter(found) == {429: 3, 504: 5}
 
 
