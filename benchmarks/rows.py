@@ -31,6 +31,7 @@ from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.training.steps import submit_optimizer_step
+from rollouts.training.weight_sync import publish_weights
 from rollouts.types import Sample
 
 Figures = Mapping[str, float]
@@ -325,7 +326,7 @@ def log_probs_against_formula(size: str, work: Work) -> Figures:
 
 
 def update_weights_against_copy(size: str, work: Work) -> Figures:
-    """Measure processor seconds of a weight update in memory, from backend to engine, over those of a bare copy of every tensor."""
+    """Measure processor seconds of a loop's weight update, from backend to embedded engine, over those of a bare copy of every tensor."""
     model = create_model(pick_model(size, work))
     backend = create_pytorch_backend(model, lr=1e-4, **command_kernels())
     engine = InProcessEngine(create_model(pick_model(size, work)), eos_token_ids=(), max_slots=8, **command_kernels())
@@ -339,7 +340,7 @@ def update_weights_against_copy(size: str, work: Work) -> Figures:
         return 1
 
     async def update() -> int:
-        await engine.update_weights(await backend.get_weights().result(), await engine.get_weight_version() + 1)
+        await publish_weights(backend, [engine], version=await engine.get_weight_version() + 1, exports=None)
         return 1
 
     table = compare({OTHER: copy, OURS: partial(trio.run, update)}, 3 * work.repeats)
