@@ -62,7 +62,7 @@ async def test_a_checkpoint_is_restored(tmp_path, kind, family):
     assert_same(reopened.state_dict(), expected)
 
 
-@pytest.mark.parametrize("family", CONVERTED)
+@pytest.mark.parametrize("family", [*CONVERTED, "camembert"])  # CamemBERT's first tied name in memory is not the one in its files
 async def test_every_backend_writes_the_files_that_transformers_writes(tmp_path, family):
     model = change(GENERATOR.create_model(family))
     model.save_pretrained(tmp_path / "own")
@@ -153,7 +153,6 @@ WITHOUT_SCORER = (
     | dict.fromkeys(_DEEP, "has several layers in its head, which this language model has not")
 )
 """Families without reward models, with the reason."""
-WITHOUT_SHARDED_CRITIC = ("camembert", "xlm-roberta")  # their files hold the tied embeddings under the name of the head
 NOT_OPENED_BY_THEMSELVES = ("emu3", "mllama")  # transformers opens these language models as a part of a larger model alone
 
 
@@ -191,10 +190,6 @@ async def test_every_family_can_be_saved_opened_and_given_a_head(tmp_path, famil
     critic.save_pretrained(tmp_path / "critic")
     assert_same(load_critic_model(tmp_path / "critic").state_dict(), critic.state_dict())
     sharded = load_critic_on_meta(tmp_path)
-    if family in WITHOUT_SHARDED_CRITIC:
-        with pytest.raises((ConfigError, CheckpointError), match=r"missing .'roberta.embeddings.word_embeddings.weight'."):
-            materialize_critic(sharded, tmp_path, "cpu", seed=0)
-        return
     materialize_critic(sharded, tmp_path, "cpu", seed=0)
     assert_same(sharded.state_dict(), load_critic_model(tmp_path, seed=0).state_dict())
 

@@ -110,7 +110,7 @@ def alone() -> Ranks:
 
 
 def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False, base_alone: bool = False) -> list[Piece]:
-    """Collect this process's part of each weight; tied ones once, under their first name.
+    """Collect this process's part of each weight; tied ones once, under the name that transformers writes.
 
     Moves nothing unless adapters are merged: then one rank keeps each merged layer whole, and all ranks must call it. A model whose files
     have other names than its memory, see converts_weights, is collected whole on rank 0.
@@ -119,14 +119,11 @@ def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False
         copied: copy the values to host memory, so that later updates do not change them.
         base_alone: see export_sharded.
     """
-    own = base_weights(model, keep_vars=True)
-    first, layers = first_names(own), {} if base_alone else adapted_weights(model)
+    own, layers = _written_once(model), {} if base_alone else adapted_weights(model)
     if converts_weights(model):
-        return _collect_converted(model, {name: own[name] for name in dict.fromkeys(first.values())}, layers, ranks)
+        return _collect_converted(model, own, layers, ranks)
     pieces: list[Piece] = []
     for i, (name, value) in enumerate(own.items()):
-        if first[name] != name:
-            continue
         part, local = local_part(value), value.detach()
         if name in layers:
             keeps = i % ranks.world_size == ranks.rank
@@ -137,6 +134,16 @@ def collect_pieces(model: PreTrainedModel, ranks: Ranks, *, copied: bool = False
             local = local.to("cpu", copy=True) if copied else local
         pieces.append(Piece(describe_tensor(name, value), part, local))
     return pieces
+
+
+def _written_once(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the weights by name, tied ones once: under the first name that transformers does not take from another one on opening.
+
+    In files that had the other name, as of CamemBERT's embeddings that of its head, the part below the head alone could not be opened.
+    """
+    weights, taken = base_weights(model, keep_vars=True), getattr(model, "all_tied_weights_keys", None) or {}
+    first = first_names({name: weights[name] for name in sorted(weights, key=lambda name: name in taken)})
+    return {name: value for name, value in weights.items() if first[name] == name}
 
 
 def _collect_converted(model: PreTrainedModel, own: Mapping[str, Tensor], layers: Mapping[str, Any], ranks: Ranks) -> list[Piece]:
