@@ -80,6 +80,7 @@ class Gateway:
         self._formats = Formats(tokenizer, config)
         self._sessions: dict[str, Session] = {}
         self._limiter = trio.CapacityLimiter(config.max_in_flight)
+        self._num_asked = 0  # completions in flight and waiting: also those whose task has not come to the limiter yet
         self._numbers = count()  # for sessions without a key
         self._request_numbers = count()
         self._name = uuid4().hex[:8]  # in ids of requests: an engine may serve several gateways
@@ -315,14 +316,17 @@ class Gateway:
         if session.max_tokens is not None and session.num_sampled >= session.max_tokens:
             session.is_spent = True
             raise Refusal(403, f"the session has had its {session.max_tokens} sampled tokens", code="session_limit_reached")
-        waiting = self._limiter.statistics().tasks_waiting
-        if waiting and waiting + n > self.config.max_waiting:
+
+    def _check_places(self, n: int) -> None:
+        waiting = self._num_asked - self.config.max_in_flight
+        if waiting >= 0 and waiting + n > self.config.max_waiting:
             raise Refusal(
-                429, f"{waiting} requests are waiting already (GatewayConfig.max_waiting); try again later", code="too_many_requests"
+                429, f"{waiting} completions are waiting already (GatewayConfig.max_waiting); try again later", code="too_many_requests"
             )
 
     async def _answer(self, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams) -> Answered:
         """Sample and record the answers to a request. Raises Refusal."""
+        self._check_places(request.wishes.n)
         session.counts["num_requests"] += 1
         name = f"{session.request_prefix}-{next(self._request_numbers)}"
         seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
@@ -341,6 +345,7 @@ class Gateway:
         if self.config.timeout_s is not None:
             scope.deadline = trio.current_time() + self.config.timeout_s
         session.enter(scope, len(seeds))
+        self._num_asked += len(seeds)
         done = False
         try:
             with refuse_engine_errors(session), scope:
@@ -356,6 +361,7 @@ class Gateway:
             raise
         finally:
             session.leave(scope)
+            self._num_asked -= len(seeds)
         if session.is_closed:
             raise Refusal(410, "the session has ended", code="session_ended")
         if not done:
