@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -42,6 +43,7 @@ from rollouts.training.steps import (
     plan_backend_microbatches,
     submit_forward,
 )
+from rollouts.training.summaries import Signs, look
 from rollouts.types import Sample, TokenOutputs, TrainBatch
 
 STAGE = "dpo"
@@ -191,7 +193,7 @@ async def train_preferences(
         checkpoint), and the errors of the backend's futures.
     """
     check_preferences(parts, rows, heldout, objective, config)
-    history: deque[Metrics] = deque(maxlen=config.history_steps)
+    history, signs = deque[Metrics](maxlen=config.history_steps), Signs()
     best, directory, abandonment = parts.best, parts.checkpoint_dir, parts.abandonment or Abandonment()
     async with open_checkpoints(parts.backend, directory, parts.keep_last_n) as checkpoints:
         for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
@@ -203,6 +205,9 @@ async def train_preferences(
             if unfinished is None:
                 async with note_checkpoint(finished, checkpoints):
                     metrics = await _train_step(parts, rows, objective, config, step)
+                signs, found = look(signs, metrics, stage=STAGE)
+                for text in found:
+                    logging.getLogger(__name__).warning("%s", text)
                 stopping = require_flag(parts.should_stop(), "should_stop")
                 num_tokens = int(metrics.pop("row_tokens"))
                 metrics["step_s"] = parts.clock() - started

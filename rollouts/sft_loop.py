@@ -151,7 +151,7 @@ async def run_sft_training(
             if unfinished is None:
                 async with note_checkpoint(finished, checkpoints):
                     metrics, num_tokens = await _train_step(backend, samples, config, step, pad_id)
-                signs, found = look(signs, metrics, in_rl=False)
+                signs, found = look(signs, metrics, stage="sft")
                 _warn(found)
                 stopping = require_flag(should_stop(), "should_stop")
                 metrics["step_s"] = clock() - started

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from integration.report.rollouts import COLUMNS, Chosen, choose_rollouts, dump_json, pack_text
-from integration.report.runs import Run, read_run
+from integration.report.runs import Run, is_number, read_run
 from integration.view.tokens import REASONS
 
 _PARTS = files("integration.report") / "page"
@@ -35,7 +35,18 @@ def read_report(paths: Sequence[Path], *, max_tokens: int) -> Report:
     runs = tuple(read_run(path) for path in paths)
     share = max(1, max_tokens // len(paths)) if max_tokens else 0
     chosen = (choose_rollouts(run.path, k, max_tokens=share, mask_truncated=run.masks_truncated) for k, run in enumerate(runs))
-    return Report(runs=runs, chosen=tuple(chosen))
+    return Report(runs=runs, chosen=tuple(_note_unrecorded(run, one) for run, one in zip(runs, chosen, strict=True)))
+
+
+def _note_unrecorded(run: Run, chosen: Chosen) -> Chosen:
+    """Add a note where the run recorded fewer rollouts than it trained on, as it does by default."""
+    counts = [line["num_samples"] for line in run.lines if line.get("stage") == "rl" and is_number(line.get("num_samples"))]
+    steps = max((line["step"] for line in run.lines if line.get("stage") == "rl"), default=0)
+    trained = round(steps * sum(counts) / len(counts)) if counts else 0
+    if not chosen.num_total or trained <= chosen.num_total:
+        return chosen
+    note = f"{run.name} recorded {chosen.num_total:,} of its about {trained:,} rollouts; --trajectories.every 1 records all"
+    return replace(chosen, notes=(*chosen.notes, note))
 
 
 def render(report: Report, *, live: bool = False) -> str:

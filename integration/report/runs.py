@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from integration.run.directory import compare_settings, read_facts
 from integration.run.display import name_measure
@@ -17,7 +17,7 @@ from integration.settings.log_levels import WARNINGS_FILE, read_warnings
 from integration.settings.task_defaults import find_default
 from rollouts.config_files import read_json, to_dict
 from rollouts.errors import ConfigError, DataError
-from rollouts.training.summaries import find_warnings
+from rollouts.training.summaries import Stage, find_warnings
 
 METRICS_FILE = "metrics.jsonl"
 STAGES = ("sft", "dpo", "rl", "reward_model")
@@ -128,8 +128,8 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
         told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
     except (OSError, ValueError, AttributeError):
         told = []  # a run that goes on, or was killed
-    for stage in ("sft", "dpo", "rl"):
-        told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], in_rl=stage == "rl")
+    for stage in get_args(Stage):
+        told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], stage=stage)
     return tuple(dict.fromkeys([*logged, *told]))
 
 
@@ -183,10 +183,11 @@ def is_number(value: object) -> bool:
 
 
 def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
-    """Judge each stage: does its measure still improve, by the slope over its last third?
+    """Judge each stage, the newest first: does its measure still improve, by the slope over its last third?
 
     The measure is the mean reward of rollouts in RL, and the loss otherwise. A slope counts if the interval of two standard errors around
-    it does not hold 0, with the steps taken as independent.
+    it does not hold 0, with the steps taken as independent. A stage that has improved of late, but whose held-out measure is worse than
+    before it began, is not called learning.
     """
     verdicts: list[str] = []
     for stage, key, name, sign in (
@@ -198,23 +199,26 @@ def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
         own = [line for line in lines if line.get("stage") == stage]
         values = [float(line[key]) for line in own if is_number(line.get(key)) and math.isfinite(line[key])]
         if values:
-            held_out = describe_held_out(own)
-            verdicts.append(f"{stage.replace('_', ' ').upper()}: {judge_trend(values, name, sign)}{held_out}")
-    return tuple(verdicts)
+            label = stage.replace("_", " ").upper()
+            fallen, held_out = describe_held_out(lines, stage, label)
+            verdicts.append(f"{label}: {fallen}{judge_trend(values, name, sign, fallen=bool(fallen))}{held_out}")
+    return tuple(reversed(verdicts))
 
 
-def judge_trend(values: Sequence[float], name: str, sign: int) -> str:
-    """Judge the trend of the values of steps. sign: +1 = higher is better, -1 = lower is better."""
+def judge_trend(values: Sequence[float], name: str, sign: int, *, fallen: bool = False) -> str:
+    """Judge the trend of the values of steps. sign: +1 = higher is better, -1 = lower is better. fallen: leave the word "learning" out."""
     if len(values) < _FEWEST:
         return (
             f"{len(values)} steps are too few to tell whether the {name} still improves (it went from {values[0]:.4g} to {values[-1]:.4g})"
         )
     n, slope, error = fit_slope(values)
-    interval = f"slope over the last {n} steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
     if abs(slope) <= error or slope == 0:
-        return f"no longer clearly learning: the {name} has a {interval}, which holds 0"
-    verdict = "still learning" if slope * sign > 0 else "getting worse"
-    return f"{verdict}: the {name} has a {interval}, without 0"
+        verdict = "the" if fallen else "no longer clearly learning: the"
+        return f"{verdict} {name} has no clear trend over its last {n} steps ({slope - error:+.2g} to {slope + error:+.2g} a step)"
+    verdict = "" if fallen else "still learning: " if slope * sign > 0 else "getting worse: "
+    low, high = sorted((abs(slope) - error, abs(slope) + error))
+    moves = "rises" if slope > 0 else "falls"
+    return f"{verdict}the {name} {moves} by {abs(slope):.2g} a step over its last {n} steps (between {low:.2g} and {high:.2g})"
 
 
 def fit_slope(values: Sequence[float]) -> tuple[int, float, float]:
@@ -229,12 +233,25 @@ def fit_slope(values: Sequence[float]) -> tuple[int, float, float]:
     return n, slope, _CLEAR * math.sqrt(rest / (n - 2) / spread)
 
 
-def describe_held_out(lines: Sequence[Line]) -> str:
-    """Describe the held-out measure of a stage: its last value and its best; "" if it was not measured."""
-    points = [(line["step"], float(line["eval_accuracy"])) for line in lines if is_number(line.get("eval_accuracy"))]
-    if not points:
-        return ""
-    measure = f"held-out {name_measure(*lines)}"
-    best = max(points, key=lambda point: point[1])
-    at_best = ", its best" if best[1] == points[-1][1] else f"; its best was {best[1]:.3g} after step {best[0]}"
-    return f". {measure[0].upper()}{measure[1:]} is {points[-1][1]:.3g} after step {points[-1][0]}{at_best}"
+def describe_held_out(lines: Sequence[Line], stage: str, label: str) -> tuple[str, str]:
+    """Describe the held-out measure of a stage.
+
+    Returns: the beginning of a verdict if the last value is below the one from before the stage, otherwise ""; and a sentence with both
+        and the best. Two times "" if the stage did not measure it.
+    """
+    measured = [line for line in lines if is_number(line.get("eval_accuracy")) and math.isfinite(line["eval_accuracy"])]
+    own = [line for line in measured if line.get("stage") == stage]
+    if not own:
+        return "", ""
+    earlier = [] if own[0]["step"] == 0 else measured[: measured.index(own[0])][-1:]  # the last one of the stage before
+    points = [
+        (f"before {label}" if line in earlier or line["step"] == 0 else f"after step {line['step']}", float(line["eval_accuracy"]))
+        for line in [*earlier, *own]
+    ]
+    (first_where, first), (where, last), best = points[0], points[-1], max(points, key=lambda point: point[1])
+    measure = f"held-out {name_measure(*own)}"
+    from_before = first_where.startswith("before") and len(points) > 1
+    now = f"went from {first:.3g} {first_where} to {last:.3g} {where}" if from_before else f"is {last:.3g} {where}"
+    at_best = ", its best" if best[1] == last else "" if from_before and best[1] == first else f"; its best was {best[1]:.3g} {best[0]}"
+    fallen = f"worse than before it by {measure}; " if from_before and last < first else ""
+    return fallen, f". {measure[0].upper()}{measure[1:]} {now}{at_best}"

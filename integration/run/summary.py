@@ -56,7 +56,11 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         "mode": facts.get("mode"),
         "algorithm": config.algorithm_call.text if rl else None,
         **_summarize_best({"sft": sft, "rl": rl, "dpo": [line for line in dpo if line["step"] > 0]}, config),
-        "warnings": [*find_warnings(sft, in_rl=False), *find_warnings(rl, in_rl=True)],
+        "warnings": [
+            *find_warnings(sft, stage="sft"),
+            *find_warnings([line for line in dpo if line["step"] > 0], stage="dpo"),
+            *find_warnings(rl, stage="rl"),
+        ],
     }
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from integration.view.tokens import UNTOUCHED
+from integration.view.tokens import SHORT_REASONS, UNTOUCHED
 from rollouts.data.records import TrajectoryRecord
 from rollouts.types import Sample, Status
 
@@ -75,7 +75,8 @@ def explain_clipping(group: Sequence[TrajectoryRecord]) -> tuple[str, ...]:
     counts = Counter(part for reason in reasons for part in reason.split(", ") if part not in UNTOUCHED)
     if not counts:
         return (f"The update clipped none of its {len(reasons)} tokens and left none out.",)
-    each = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    meanings = {name: f" ({SHORT_REASONS[name]})" if name in SHORT_REASONS else "" for name in counts}
+    each = ", ".join(f"{name} {count}{meanings[name]}" for name, count in sorted(counts.items()))
     touched = sum(any(part not in UNTOUCHED for part in reason.split(", ")) for reason in reasons)
     return (f"The update clipped or left out {touched} of its {len(reasons)} tokens: {each}.",)
 

@@ -77,6 +77,21 @@ REASONS: Mapping[str, str] = MappingProxyType(
 """Meaning of each reason, see losses.mark_tokens; a loss of one's own may have others."""
 
 
+SHORT_REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "clip_low": "too rare already",
+        "clip_high": "too frequent already",
+        "dual_clip": "an advantage below 0 and too large a ratio",
+        "outside_low": "fallen out of the trust region",
+        "outside_high": "risen out of the trust region",
+        "dropped": "too far from the policy that sampled it",
+        "masked": "masked by the algorithm",
+        "no_weight": "a loss weight of 0",
+    }
+)
+"""Meaning of the reasons of tokens that are clipped or left out, in a few words for a sentence that counts them."""
+
+
 def explain_reason(reason: str) -> str:
     """Return the meaning of a token's reasons, which have ", " between them."""
     return "; ".join(REASONS.get(part, "a mark of the loss") for part in reason.split(", "))

@@ -392,7 +392,7 @@ class RLRun:
         metrics["epoch"] = float(max(sample.group_index for sample in rollouts.samples) // len(parts.data_buffer))
         if config.shape_reward is not None:
             metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]
-        self._signs, found = look(self._signs, metrics, in_rl=True)
+        self._signs, found = look(self._signs, metrics, stage="rl")
         for text in found:
             logging.getLogger(__name__).warning("%s", text)
         return metrics

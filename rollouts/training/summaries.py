@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rollouts.data.samples import count_token_ages, select_trainable
 from rollouts.outcomes import EpisodeOutcome, Failure, StopReason
@@ -152,13 +153,22 @@ def summarize_mismatch(metrics: Mapping[str, float]) -> dict[str, float]:
 PATIENCE = 5
 """Steps in a row before a warning: one or two such steps are chance in small batches."""
 
+MOST = 0.9
+"""Share of cut answers from which a run is warned: rewards then compare beginnings of answers."""
+
+FAR = 0.5
+"""Nats for each token from which a single step is warned of: ten times a healthy approx_kl, which no small batch reaches by chance."""
+
+Stage = Literal["sft", "dpo", "rl"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signs:
     """Number of consecutive steps, up to the newest, with each sign."""
 
     broken: int = 0  # the loss was not finite, or an update was skipped because its gradient was not finite
-    truncated: int = 0  # every answer reached its token budget
+    truncated: int = 0  # at least MOST of the answers reached their token budget
+    far: int = 0  # approx_kl was above FAR
     equal: int = 0  # all rewards were equal, and not the best reward
     flat: int = 0  # rewards differed, but never within a group
     still: int = 0  # no token was trained, or loss and gradient were 0
@@ -167,7 +177,7 @@ class Signs:
     told: frozenset[str] = frozenset()  # names of signs with a warning already given
 
 
-def look(signs: Signs, metrics: Mapping[str, object], *, in_rl: bool) -> tuple[Signs, tuple[str, ...]]:
+def look(signs: Signs, metrics: Mapping[str, object], *, stage: Stage) -> tuple[Signs, tuple[str, ...]]:
     """Add a step.
 
     If all rewards of a step are 1, or equal the highest reward seen while rewards differed, the run has nothing left to learn: the step has
@@ -176,10 +186,10 @@ def look(signs: Signs, metrics: Mapping[str, object], *, in_rl: bool) -> tuple[S
     Args:
         metrics: metrics of the step: loss, grad_norm, num_tokens, update_skipped and lr; in RL also those of summarize_samples. A
             sign with missing metrics is absent.
-        in_rl: whether the step is reinforcement learning, not fine-tuning; decides the names of settings.
+        stage: stage of the step; decides the names of settings.
 
-    Returns: the signs with this step, and a warning for a sign that has lasted PATIENCE steps without a warning: at most one, the first of
-        broken, truncated, equal, still (with flat for its cause), frozen.
+    Returns: the signs with this step, and a warning for a sign that has lasted PATIENCE steps (far: one) without a warning: at most one,
+        the first of broken, truncated, far, equal, still (with flat for its cause), frozen.
     """
     number = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
     low, high = number.get("reward_min", math.nan), number.get("reward_max", math.nan)
@@ -187,7 +197,8 @@ def look(signs: Signs, metrics: Mapping[str, object], *, in_rl: bool) -> tuple[S
     solved = is_equal and (high == 1.0 or (signs.best is not None and high >= signs.best))
     found = {
         "broken": not math.isfinite(number.get("loss", math.nan if "loss" in metrics else 0.0)) or number.get("update_skipped") == 1.0,
-        "truncated": number.get("truncated_fraction") == 1.0 and not solved,
+        "truncated": number.get("truncated_fraction", 0.0) >= MOST and not solved,
+        "far": number.get("approx_kl", 0.0) > FAR,
         "equal": is_equal and not solved,
         "flat": number.get("zero_std_fraction") == 1.0 and not is_equal,
         "still": (number.get("num_tokens") == 0.0 or number.get("grad_norm") == 0.0) and not solved,
@@ -196,39 +207,47 @@ def look(signs: Signs, metrics: Mapping[str, object], *, in_rl: bool) -> tuple[S
     best = signs.best if is_equal or math.isnan(high) else max(high, high if signs.best is None else signs.best)
     counts = {name: getattr(signs, name) + 1 if there else 0 for name, there in found.items()}
     signs = replace(signs, best=best, **counts)
-    name = next((name for name, count in counts.items() if count >= PATIENCE and name != "flat"), None)
+    name = next((name for name, count in counts.items() if count >= (1 if name == "far" else PATIENCE) and name != "flat"), None)
     if name is None or name in signs.told:
         return signs, ()
-    return replace(signs, told=signs.told | {name}), (_describe_sign(name, signs, number, in_rl=in_rl),)
+    return replace(signs, told=signs.told | {name}), (_describe_sign(name, signs, number, stage=stage),)
 
 
-def find_warnings(lines: Iterable[Mapping[str, object]], *, in_rl: bool) -> tuple[str, ...]:
+def find_warnings(lines: Iterable[Mapping[str, object]], *, stage: Stage) -> tuple[str, ...]:
     """Find the warnings of a stage, in the order of the steps that caused them.
 
     Args:
         lines: metrics of its steps, in order.
-        in_rl: see look.
+        stage: see look.
     """
     signs, found = Signs(), list[str]()
     for line in lines:
-        signs, texts = look(signs, line, in_rl=in_rl)
+        signs, texts = look(signs, line, stage=stage)
         found.extend(texts)
     return tuple(found)
 
 
-def _describe_sign(name: str, signs: Signs, number: Mapping[str, float], *, in_rl: bool) -> str:
+def _describe_sign(name: str, signs: Signs, number: Mapping[str, float], *, stage: Stage) -> str:
     """Write the warning of a sign, with the setting to change."""
-    stage = "rl" if in_rl else "sft"
+    section, in_rl = "preference" if stage == "dpo" else stage, stage == "rl"
     steps = f"the last {PATIENCE} steps of {stage.upper()}"
+    if name == "far":
+        return (
+            f"the updates of a step of RL moved the policy far from the one that sampled: approx_kl is {number['approx_kl']:.2g} nats for "
+            "each token, where up to 0.05 is usual: lower --rl.optimizer.lr, or train less on a batch (--rl.num-epochs, "
+            "--rl.num-minibatches)"
+        )
     if name == "broken":
         return (
-            f"{steps} had a loss or a gradient that is not finite, and no update: lower --{stage}.optimizer.lr, or compute "
+            f"{steps} had a loss or a gradient that is not finite, and no update: lower --{section}.optimizer.lr, or compute "
             "in float32 (--backend.compute-dtype float32)"
         )
     if name == "truncated":
+        share, were = ("every answer", "was") if number["truncated_fraction"] == 1.0 else ("nearly all answers", "were")
         masked = ", and --rl.mask-truncated leaves nothing to train on" if number.get("num_tokens") == 0.0 else ""
         return (
-            f"every answer of {steps} was cut by the token budget (truncated_fraction is 1){masked}: raise --generation.max-tokens, or "
+            f"{share} of {steps} {were} cut by the token budget (truncated_fraction is {number['truncated_fraction']:.3g}){masked}: raise "
+            "--generation.max-tokens, or "
             "look whether the model ever ends its answers (--generation.stop, an SFT stage before)"
         )
     if name == "equal":
@@ -238,7 +257,7 @@ def _describe_sign(name: str, signs: Signs, number: Mapping[str, float], *, in_r
             "sft+rl)"
         )
     if name == "frozen":
-        return f"the learning rate of {steps} was 0, so that nothing was learned: raise --{stage}.optimizer.lr"
+        return f"the learning rate of {steps} was 0, so that nothing was learned: raise --{section}.optimizer.lr"
     if number.get("num_tokens") == 0.0:
         cause = "--rl.mask-truncated, or a generate_fn whose loss_mask is 0" if in_rl else "answers in --data.path, --data.max-length"
         return f"{steps} had no token to train on: look at {cause}"

@@ -170,9 +170,34 @@ def test_noise_is_seldom_called_a_trend():
 def test_each_stage_is_judged_by_its_own_measure():
     lines = [{"step": k, "stage": "sft", "loss": 4.0 - 0.1 * k} for k in range(12)]
     lines += [{"step": k, "stage": "rl", "reward_mean": 0.1 * k, "loss": 0.0, "eval_accuracy": (0.2, 0.9, 0.5)[k % 3]} for k in range(12)]
-    sft, rl = judge_progress(lines)
+    rl, sft = judge_progress(lines)
     assert sft.startswith("SFT: still learning: the loss") and rl.startswith("RL: still learning: the mean reward")
-    assert "Held-out accuracy is 0.5 after step 11; its best was 0.9 after step 1" in rl
+    assert "Held-out accuracy went from 0.2 before RL to 0.5 after step 11; its best was 0.9 after step 1" in rl
+
+
+def test_a_stage_that_ends_below_where_it_began_is_not_called_learning():
+    """Its rewards rise again, and its best held-out value is that from before it."""
+    lines = [{"step": k, "stage": "sft", "loss": 4.0 - 0.1 * k, **({"eval_accuracy": 0.5} if k == 12 else {})} for k in range(1, 13)]
+    rl = [{"step": k, "stage": "rl", "reward_mean": 0.1 + 0.01 * k, "eval_accuracy": 0.01 * k} for k in range(1, 13)]
+    assert judge_progress([*lines, *rl])[0] == (
+        "RL: worse than before it by held-out accuracy; the mean reward rises by 0.01 a step over its last 6 steps "
+        "(between 0.01 and 0.01). "
+        "Held-out accuracy went from 0.5 before RL to 0.12 after step 12"
+    )
+    alone = judge_progress([{"step": 0, "stage": "rl", "eval_accuracy": 0.05}, *rl])[0]
+    assert alone.startswith("RL: still learning: ") and alone.endswith("went from 0.05 before RL to 0.12 after step 12, its best")
+    few = judge_progress([*lines, *rl[:3]])[0]
+    assert few.startswith("RL: worse than before it by held-out accuracy; 3 steps are too few to tell")
+
+
+def test_a_run_that_recorded_some_rollouts_says_of_how_many(run: Path):
+    lines = [{"step": step, "stage": "rl", "reward_mean": 0.1, "num_samples": 64.0} for step in (1, 2)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (
+        "mine recorded 8 of its about 128 rollouts; --trajectories.every 1 records all" in read_report([run], max_tokens=0).chosen[0].notes
+    )
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**line, "num_samples": 4.0}) + "\n" for line in lines))
+    assert not any("recorded" in note for note in read_report([run], max_tokens=0).chosen[0].notes), "all of them"
 
 
 def test_the_numbers_of_the_update_are_columns_of_the_tokens_and_colours_of_the_page(run: Path):
@@ -395,8 +420,9 @@ def test_the_slope_of_the_last_third_has_an_interval():
     values = [0.0] * 16 + [0.1 * k + noise[k % 4] for k in range(8)]
     expected = np.polyfit(range(8), values[-8:], 1, cov=True)
     slope, error = expected[0][0], 2 * math.sqrt(expected[1][0][0])
-    interval = f"slope over the last 8 steps {slope:+.2g} a step, between {slope - error:+.2g} and {slope + error:+.2g}"
-    assert judge_trend(values, "reward", 1) == f"still learning: the reward has a {interval}, without 0"
+    interval = f"{slope:.2g} a step over its last 8 steps (between {slope - error:.2g} and {slope + error:.2g})"
+    assert judge_trend(values, "reward", 1) == f"still learning: the reward rises by {interval}"
+    assert judge_trend([-value for value in values], "loss", -1) == f"still learning: the loss falls by {interval}"
 
 
 def test_a_rise_before_the_last_third_is_no_sign_that_a_run_still_learns():
@@ -404,6 +430,4 @@ def test_a_rise_before_the_last_third_is_no_sign_that_a_run_still_learns():
     plateau = [0.5, 0.52, 0.48] * 4
     values = [0.02 * k for k in range(18)] + plateau[:6] + [value + 0.02 for value in plateau[6:]]
     told = judge_trend(values, "mean reward", 1)
-    assert told.startswith("no longer clearly learning: the mean reward has a slope over the last 10 steps ") and told.endswith(
-        "which holds 0"
-    )
+    assert told.startswith("no longer clearly learning: the mean reward has no clear trend over its last 10 steps (-")

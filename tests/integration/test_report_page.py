@@ -101,7 +101,7 @@ def test_subgroups_have_headings_and_reasons_of_their_own(tmp_path: Path, look: 
     page.write_text(render(read_report([tmp_path], max_tokens=0)))
     document, console = look(page, "tab=rollouts&group=5&pick=0-3")
     assert console == "" and len(rows_of(document)) == 6
-    assert document.count("step 1, group 5, subgroup &lt;b&gt;</div>") == 1
+    assert document.count("step 1, group 5, subgroup &lt;b&gt;: no gradient</div>") == 1
     assert "step 1, group 5, subgroup first</h2>" in document and "Group 5, subgroup first has a gradient" in document
     assert "The other 2 of the subgroup, side by side" in document and "No gradient" not in document
 
@@ -119,6 +119,8 @@ def test_subgroups_have_headings_and_reasons_of_their_own(tmp_path: Path, look: 
         ("step=&search=4", 1),  # "sample 4" is the only response with a 4: the others have 5 to 11
         ("step=&group=6", 1),
         ("step=1&status=truncated", 0),
+        ("step=1&gradient=none", 2),
+        ("step=1&gradient=some", 2),
     ],
 )
 def test_filters_filter(page: Path, state: str, rows: int, look: Look):
@@ -142,9 +144,54 @@ def test_an_episode_is_shown_step_by_step(page: Path, look: Look):
 def test_clipped_tokens_are_found_and_explained(page: Path, look: Look):
     document, console = look(page, "tab=rollouts&step=&order=clipped&color=reason")
     assert console == "" and "most clipped tokens" in document and "clipped or left out:" in document
-    assert "1 token clipped or left out" in document and "The update clipped or left out 1 of its 2 tokens: clip_high 1." in document
+    assert (
+        "1 token clipped or left out" in document
+        and "The update clipped or left out 1 of its 2 tokens: clip_high 1 (too frequent already)." in document
+    )
     first = re.findall(r'aria-label="sample (\d+), reward', document)[0]
     assert int(first) % 2, "those with a clipped token are first"
+
+
+def test_clipped_tokens_are_coloured_where_the_list_is_about_them(page: Path, look: Look, browser: Page):
+    document, _ = look(page, "tab=rollouts&step=&order=clipped")
+    assert "clip_high: too frequent already" in document and "Colour the clipped tokens" not in document, "the legend of the reasons"
+    look(page, "tab=rollouts&step=2&group=4&color=version")
+    browser.ask("document.getElementById('color-clipped').click()")
+    browser.wait("document.querySelector('.legend').textContent.startsWith('clipped or left out')")
+
+
+def test_a_group_that_is_not_shown_is_accounted_for(page: Path, look: Look, browser: Page):
+    document, _ = look(page, "tab=rollouts&step=1&group=3")
+    assert "step 1, group 3: no gradient" in document
+    document, _ = look(page, "tab=rollouts&step=1&group=77")
+    assert "Group 77 is not among the recorded ones of step 1: 2, 3. A run with --trajectories.every 1 records all groups." in document
+    document, _ = look(page, "tab=rollouts&step=2&group=3")
+    assert "2 of step 1 do." in document
+    browser.ask("[...document.querySelectorAll('.sheets button')].find((b) => b.textContent === 'Show all steps').click()")
+    browser.wait("document.querySelectorAll('[data-row]').length === 2")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1200, 900), (390, 500)])
+def test_the_explanation_of_a_token_stays_inside_the_window(page: Path, look: Look, browser: Page, width: int, height: int):
+    look(page, "tab=rollouts&step=1&group=2&color=reason", width=width, phone=width < 400)
+    browser.resize(width, height, phone=width < 400)
+    browser.ask(
+        "(() => { const span = document.querySelectorAll('.tokens span')[1]; span.scrollIntoView({ block: 'end', behavior: 'instant' }); "
+        "span.click(); })()"
+    )
+    browser.wait("!document.getElementById('tip').hidden")
+    top, bottom = browser.ask("(() => { const r = document.getElementById('tip').getBoundingClientRect(); return [r.top, r.bottom]; })()")
+    assert top >= 0 and bottom <= height, (top, bottom)
+
+
+def test_every_stage_has_its_curves(tmp_path: Path, look: Look):
+    stages = ("sft", "dpo", "rl", "reward_model")
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {k}, "stage": "{s}", "loss": {k}}}\n' for s in stages for k in (1, 2)))
+    page = tmp_path / "report.html"
+    page.write_text(render(read_report([tmp_path], max_tokens=0)))
+    document, console = look(page, "tab=curves")
+    assert console == "" and re.findall(r"<h2>([\w ]+), by step</h2>", document) == ["RL", "DPO", "SFT", "REWARD MODEL"]
+    assert len(re.findall(r'data-metric="loss"', document)) == 4
 
 
 def test_settings_and_phones_are_shown(page: Path, look: Look, browser: Page):

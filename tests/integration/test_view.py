@@ -312,7 +312,8 @@ def test_what_the_update_made_of_each_token_is_shown(capsys, tmp_path: Path):
     known = Estimate(reward=1.0, advantages=(0, 0, 0, 1, 1), group_rewards=(0.0, 1.0))
     write_records(tmp_path / "f.jsonl", [TrajectoryRecord(sample=sample, estimate=known, update=update)])
     out = see(capsys, tmp_path / "f.jsonl", "--tokens")
-    assert "The update clipped or left out 2 of its 2 tokens: clip_high 1, clip_low 1, dropped 1." in out
+    told = "clip_high 1 (too frequent already), clip_low 1 (too rare already), dropped 1 (too far from the policy that sampled it)."
+    assert f"The update clipped or left out 2 of its 2 tokens: {told}" in out
     rows = [line.split() for line in out.splitlines()]
     at = next(k for k, row in enumerate(rows) if row[:1] == ["position"])
     assert rows[at][-4:] == ["weight", "updated", "update-ratio", "reason"]

@@ -37,7 +37,8 @@ ALL_EQUAL = {"zero_std_fraction": 1.0, "grad_norm": 0.0, "loss": 0.0}
         ({"loss": float("nan")}, "--rl.optimizer.lr"),
         ({"loss": "NaN"}, "--rl.optimizer.lr"),  # as a line of metrics.jsonl has it
         ({"update_skipped": 1.0}, "not finite"),
-        ({"truncated_fraction": 1.0}, "--generation.max-tokens"),
+        ({"truncated_fraction": 1.0}, "every answer of .* was cut .*--generation.max-tokens"),
+        ({"truncated_fraction": 0.98}, "nearly all answers of the last 5 steps of RL were cut .*truncated_fraction is 0.98"),
         ({"truncated_fraction": 1.0, "reward_min": 0.0, "reward_max": 0.0, **ALL_EQUAL}, "--generation.max-tokens"),
         ({"truncated_fraction": 1.0, "num_tokens": 0.0}, "--rl.mask-truncated leaves nothing"),
         ({"reward_min": 0.0, "reward_max": 0.0, **ALL_EQUAL}, "all rewards of the last 5 steps of RL were 0, .*--reward.function"),
@@ -50,8 +51,8 @@ ALL_EQUAL = {"zero_std_fraction": 1.0, "grad_norm": 0.0, "loss": 0.0}
 )
 def test_a_sign_is_told_once_when_it_has_been_there_for_some_steps(bad: dict[str, object], said: str):
     steps = [GOOD, *[{**GOOD, **bad}] * (PATIENCE - 1), GOOD, *[{**GOOD, **bad}] * (PATIENCE - 1)]
-    assert find_warnings(steps, in_rl=True) == ()
-    (text,) = find_warnings([*steps, *[{**GOOD, **bad}] * 20], in_rl=True)
+    assert find_warnings(steps, stage="rl") == ()
+    (text,) = find_warnings([*steps, *[{**GOOD, **bad}] * 20], stage="rl")
     assert re.search(said, text), text
 
 
@@ -69,17 +70,24 @@ def test_a_sign_is_told_once_when_it_has_been_there_for_some_steps(bad: dict[str
     ],
 )
 def test_a_run_that_learns_or_has_learned_is_left_alone(steps: list[dict[str, object]]):
-    assert find_warnings(steps, in_rl=True) == ()
+    assert find_warnings(steps, stage="rl") == ()
 
 
 def test_rewards_that_fall_to_the_worst_number_are_no_success():
     steps = [{**GOOD, "reward_min": -1.0}, *[{**GOOD, "reward_min": -1.0, "reward_max": -1.0, **ALL_EQUAL}] * PATIENCE]
-    assert "all rewards of the last 5 steps of RL were -1" in find_warnings(steps, in_rl=True)[0]
+    assert "all rewards of the last 5 steps of RL were -1" in find_warnings(steps, stage="rl")[0]
+
+
+def test_a_single_update_that_leaps_is_told_at_once():
+    assert find_warnings([GOOD, {**GOOD, "approx_kl": 0.4}], stage="rl") == ()
+    (text,) = find_warnings([GOOD, {**GOOD, "approx_kl": 1.53}, {**GOOD, "approx_kl": 1.9}], stage="rl")
+    assert "approx_kl is 1.5 nats for each token" in text and "--rl.optimizer.lr" in text
 
 
 def test_settings_are_those_of_the_stage():
-    assert "--sft.optimizer.lr" in find_warnings([{**GOOD, "loss": float("inf")}] * PATIENCE, in_rl=False)[0]
-    assert "--data.path" in find_warnings([{"loss": 0.0, "num_tokens": 0.0, "grad_norm": 0.0, "lr": 1e-3}] * PATIENCE, in_rl=False)[0]
+    assert "--preference.optimizer.lr" in find_warnings([{**GOOD, "loss": float("inf")}] * PATIENCE, stage="dpo")[0]
+    assert "--sft.optimizer.lr" in find_warnings([{**GOOD, "loss": float("inf")}] * PATIENCE, stage="sft")[0]
+    assert "--data.path" in find_warnings([{"loss": 0.0, "num_tokens": 0.0, "grad_norm": 0.0, "lr": 1e-3}] * PATIENCE, stage="sft")[0]
 
 
 # -- the loops

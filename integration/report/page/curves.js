@@ -1,11 +1,14 @@
 "use strict";
 // Curves of one or several runs: the metrics that people watch first, all others on demand.
 
+const STAGES = ["rl", "dpo", "sft", "reward_model"];  // the newest first, as the verdicts above them
 const WATCHED = {
   rl: ["reward_mean", "eval_accuracy", "eval_accuracy_sampled", "loss", "entropy", "approx_kl", "reference_kl", "clip_fraction", "grad_norm",
     "zero_std_fraction", "response_length_mean", "truncated_fraction", "staleness_mean", "lr", "tokens_per_s", "step_s"],
+  dpo: ["loss", "eval_loss", "eval_pair_accuracy", "eval_pair_margin", "eval_accuracy", "reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected",
+    "grad_norm", "lr", "step_s"],
   sft: ["loss", "eval_loss", "eval_perplexity", "eval_accuracy", "eval_accuracy_sampled", "grad_norm", "lr", "step_s"],
-  reward_model: ["loss", "accuracy", "eval_accuracy", "margin_mean", "grad_norm", "lr"],
+  reward_model: ["loss", "eval_loss", "score_accuracy", "eval_accuracy", "score_margin", "eval_margin", "grad_norm", "lr"],
 };
 const COLORS = ["#0b62c4", "#d9480f", "#1b8a4a", "#8b3fc7", "#b8860b", "#0d8f8f", "#c2255c", "#5d6771"];
 const COLORS_DARK = ["#6bb0ff", "#ff9063", "#5fd08c", "#c69bff", "#e6c15a", "#54d1d1", "#ff85ad", "#aab4be"];
@@ -14,7 +17,7 @@ function drawCurves(report, state, change) {
   const page = make("div", {});
   const verdicts = report.runs.flatMap((run) => run.verdicts.map((text) => (report.runs.length > 1 ? `${run.name}: ` : "") + text));
   if (verdicts.length) page.append(make("h2", {}, "Does it learn?"), make("ul", { class: "verdicts" }, ...verdicts.map((text) => make("li", {}, show(text)))));
-  const stages = ["sft", "rl", "reward_model"].filter((stage) => report.runs.some((run) => run.stages[stage]));
+  const stages = STAGES.filter((stage) => report.runs.some((run) => run.stages[stage]));
   if (!stages.length) page.append(make("p", { class: "note" }, "There are no lines of metrics yet."));
   for (const stage of stages) {
     const keys = [...new Set(report.runs.flatMap((run) => Object.keys(run.stages[stage] || {})))].filter((key) => key !== "step");

@@ -4,7 +4,17 @@
 const LIST_MOST = 300;
 
 function listRows(report) {
-  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5], clipped: row[6], within: row[7] })));
+  return report.chunks.flatMap((chunk, id) => chunk.rows.map((row, at) => ({ chunk: id, at, run: chunk.run, step: chunk.step, group: row[0], sample: row[1], reward: row[2], trained: row[3], status: row[4], preview: row[5], clipped: row[6], within: row[7], still: hasNone(chunk, row[7]) })));
+}
+
+// Whether the sentences of a group say that the update had no gradient from it.
+function hasNone(chunk, within) {
+  return (chunk.groups[within] || []).some((text) => text.startsWith("No gradient"));
+}
+
+// The colour of tokens: the chosen one, or what the order of the list is about.
+function colorKey(state) {
+  return state.color || (state.order === "clipped" ? "reason" : "advantage");
 }
 
 async function loadChunk(report, id) {
@@ -24,7 +34,7 @@ async function filterRows(report, rows, state) {
   const low = state.min === undefined || state.min === "" ? null : Number(state.min);
   const high = state.max === undefined || state.max === "" ? null : Number(state.max);
   let found = rows.filter((row) => (state.run === undefined || String(row.run) === state.run) && (state.step === undefined || String(row.step) === state.step)
-    && (!state.status || row.status === state.status) && (state.group === undefined || state.group === "" || String(row.group) === state.group)
+    && (!state.status || row.status === state.status) && (!state.gradient || row.still === (state.gradient === "none")) && (state.group === undefined || state.group === "" || String(row.group) === state.group)
     && (low === null || (row.reward !== null && row.reward >= low)) && (high === null || (row.reward !== null && row.reward <= high)));
   if (state.search) {
     const wanted = state.search.toLowerCase(), kept = [];
@@ -54,21 +64,22 @@ async function drawRollouts(report, state, change) {
     choose("step", "step", [["", "all"], ...steps.map((s) => [String(s), String(s)])], step),
     input("group", "group", "number"), input("reward from", "min", "number"), input("to", "max", "number"),
     choose("status", "status", [["", "any"], ...statuses.map((s) => [s, s])], state.status || ""),
+    choose("gradient", "gradient", [["", "any"], ["some", "some"], ["none", "none"]], state.gradient || ""),
     choose("order", "order", [["", "by group"], ["down", "highest reward"], ["up", "lowest reward"], ...(rows.some((row) => row.clipped) ? [["clipped", "most clipped tokens"]] : [])], state.order || ""),
     input("text (press Enter)", "search", "search"),
-    choose("colour of tokens", "color", report.columns.map(({ key, label }) => [key, label]), state.color || "advantage"));
+    choose("colour of tokens", "color", report.columns.map(({ key, label }) => [key, label]), colorKey(state)));
   const found = await filterRows(report, rows, now);
   if (state.order === "clipped") found.sort((a, b) => (b.clipped ?? -1) - (a.clipped ?? -1));
   else if (state.order) found.sort((a, b) => (state.order === "down" ? -1 : 1) * ((a.reward ?? -Infinity) - (b.reward ?? -Infinity)));
   const list = make("div", { class: "list", "aria-label": "Rollouts" }), sheets = make("div", { class: "sheets", "aria-live": "polite" });
-  page.append(filters, make("p", { class: "note", id: "count" }, `${found.length} of ${rows.length} rollouts`), make("div", { class: "browser" }, list, sheets));
+  page.append(filters, make("p", { class: "note", id: "count" }, `${found.length} of ${rows.length} recorded rollouts`), make("div", { class: "browser" }, list, sheets));
   const nameOf = (row) => `${row.chunk}-${row.at}`;
   let shown = 0, lastGroup = null;
   const more = make("button", { type: "button", class: "row", on: { click: () => extend() } }, "Show more");
   const extend = () => {
     more.remove();
     for (const row of found.slice(shown, shown + LIST_MOST)) {
-      const group = `step ${row.step}, ${row.within}`;
+      const group = `step ${row.step}, ${row.within}${row.still ? ": no gradient" : ""}`;
       if (!state.order && group !== lastGroup) list.append(make("div", { class: "group" }, show(group)));
       lastGroup = group;
       list.append(make("button", { type: "button", class: "row", "data-row": nameOf(row), "aria-label": `sample ${row.sample}, reward ${number(row.reward)}`, on: { click: () => change({ pick: nameOf(row) }, true, () => pick(row)) } },
@@ -80,7 +91,7 @@ async function drawRollouts(report, state, change) {
   const pick = async (row) => {
     for (const button of list.querySelectorAll("button.row")) button.setAttribute("aria-current", String(button.dataset.row === nameOf(row)));
     const records = await loadChunk(report, row.chunk);
-    sheets.replaceChildren(...drawGroup(report, row, records, state.color || "advantage"));
+    sheets.replaceChildren(...drawGroup(report, row, records, colorKey(state), change));
   };
   extend();
   page.move = (by) => {
@@ -92,16 +103,34 @@ async function drawRollouts(report, state, change) {
     list.querySelector(`[data-row="${page.picked}"]`).scrollIntoView({ block: "nearest" });
   };
   const first = found.find((row) => nameOf(row) === state.pick) || found[0];
-  if (first) { page.picked = nameOf(first); await pick(first); } else sheets.append(make("p", {}, "No rollout passes these filters."));
+  if (first) { page.picked = nameOf(first); await pick(first); } else sheets.append(...await explainNothing(report, rows, now, change));
   return page;
 }
 
-function drawGroup(report, row, records, key) {
+// Nothing passes the filters: say whether another step has it, or whether the group was not recorded.
+async function explainNothing(report, rows, state, change) {
+  const elsewhere = state.step === undefined ? [] : await filterRows(report, rows, { ...state, step: undefined });
+  const found = [make("p", {}, "No rollout passes these filters.")];
+  if (elsewhere.length) {
+    const steps = [...new Set(elsewhere.map((row) => row.step))];
+    found.push(make("p", {}, `${elsewhere.length} of ${steps.length === 1 ? `step ${steps[0]}` : `${steps.length} other steps`} do. `, make("button", { type: "button", on: { click: () => change({ step: "", pick: undefined }) } }, "Show all steps")));
+  } else if (state.group && !rows.some((row) => String(row.run) === state.run && String(row.group) === state.group)) {
+    const there = [...new Set(rows.filter((row) => String(row.run) === state.run && (state.step === undefined || String(row.step) === state.step)).map((row) => row.group))];
+    const names = there.slice(0, 8).join(", ") + (there.length > 8 ? ", ..." : "");
+    found.push(make("p", {}, show(`Group ${state.group} is not among the recorded ones${state.step === undefined ? "" : ` of step ${state.step}`}: ${names}. A run with --trajectories.every 1 records all groups.`)));
+  }
+  return found;
+}
+
+function drawGroup(report, row, records, key, change) {
   const chunk = report.chunks[row.chunk];
   const members = records.filter((record) => record.group === row.within);
   const most = largest(records.map((record) => record.tokens), key);
   const chosen = records[row.at];
   const top = make("div", { class: "sheet" }, make("h2", {}, show(`step ${row.step}, ${row.within}`)), ...(chunk.groups[row.within] || []).map((text) => make("p", { class: "explain" }, show(text))), drawPrompt(chosen), legend(key, report.columns, most));
+  if (key !== "reason" && members.some((record) => countTouched(record)) && report.columns.some((column) => column.key === "reason")) {
+    top.append(make("button", { type: "button", id: "color-clipped", on: { click: () => change({ color: "reason" }) } }, "Colour the clipped tokens"));
+  }
   const others = members.filter((record) => record !== chosen);
   const parts = [top, drawRecord(report, chosen, key, most, true)];
   if (others.length) parts.push(make("h2", {}, `The other ${others.length} of the ${row.within === `group ${row.group}` ? "group" : "subgroup"}, side by side`), make("div", { class: "side" }, ...others.map((record) => drawRecord(report, record, key, most, false))));
@@ -121,7 +150,7 @@ function drawRecord(report, record, key, most, whole) {
   const facts = [`sample ${record.sample}`, `reward ${number(record.reward)}`, record.status];
   if (record.trained_reward !== undefined) facts.push(`trained with reward ${number(record.trained_reward)}`);
   if (!record.trainable) facts.push("not trainable");
-  const clipped = (record.tokens.reason || []).filter((reason) => reason && !["kept", "no_advantage"].includes(reason)).length;
+  const clipped = countTouched(record);
   if (clipped) facts.push(`${clipped} ${clipped === 1 ? "token" : "tokens"} clipped or left out`);
   const sheet = make("article", { class: "sheet" }, make("h3", {}, facts.map(show).join(", ")));
   if (whole && record.metadata && record.metadata.ground_truth !== undefined) sheet.append(make("p", { class: "note" }, "wanted: ", make("code", {}, write(record.metadata.ground_truth))));
@@ -135,6 +164,11 @@ function drawRecord(report, record, key, most, whole) {
   if (record.details) sheet.append(fold("parts of the reward", make("pre", {}, write(record.details))));
   if (record.metadata) sheet.append(fold("metadata", make("pre", {}, write(record.metadata))));
   return sheet;
+}
+
+// The number of tokens that the update clipped or left out.
+function countTouched(record) {
+  return (record.tokens.reason || []).filter((reason) => reason && !["kept", "no_advantage"].includes(reason)).length;
 }
 
 function firstTrained(tokens) {

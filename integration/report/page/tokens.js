@@ -2,6 +2,7 @@
 // Tokens coloured by one of their numbers, each explained under the pointer, on focus and on touch.
 
 const LOG_PROBS = ["log_prob", "trainer", "reference", "proximal", "segment", "updated"];
+const MARKS = { clip_low: "clip_low: too rare already", clip_high: "clip_high: too frequent already", masked: "left out" };
 const RATIOS = ["ratio", "update_ratio"];
 
 function colorOf(key, value, most) {
@@ -31,7 +32,7 @@ function drawTokens(tokens, key, most, from, to) {
     const trained = !tokens.mask || tokens.mask[i] > 0;
     const span = make("span", trained ? {} : { class: "given" });
     span.textContent = show(tokens.pieces[i]);
-    span.token = { tokens, i };
+    span.token = { tokens, i, key };
     const color = (trained || key === "version") && tokens[key] ? colorOf(key, tokens[key][i], most) : "";
     if (color) span.style.background = color;
     box.append(span);
@@ -41,9 +42,9 @@ function drawTokens(tokens, key, most, from, to) {
   return box;
 }
 
-function explainToken({ columns, reasons }, { tokens, i }) {
+function explainToken({ columns, reasons }, { tokens, i, key: chosen }) {
   const list = make("dl", {});
-  for (const { key, label, help } of columns) {
+  for (const { key, label, help } of [...columns].sort((a, b) => (b.key === chosen) - (a.key === chosen))) {  // the number behind the colour is first
     if (!tokens[key] || tokens[key][i] === null) continue;
     const value = tokens[key][i];
     if (key === "reason") {
@@ -61,7 +62,7 @@ function legend(key, columns, most) {
   const box = make("div", { class: "legend" }, (columns.find((column) => column.key === key) || { label: key }).label + ":");
   const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "reason" ? ["kept", "clip_low", "clip_high", "masked"] : RATIOS.includes(key) ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
   for (const value of values) {
-    const mark = make("i", {}, number(value));
+    const mark = make("i", {}, MARKS[value] || number(value));
     mark.style.background = colorOf(key, value, most);
     box.append(mark);
   }
@@ -75,10 +76,13 @@ function installTip(report) {
   const open = (span) => {
     tip.replaceChildren(...explainToken(report, span.token));
     tip.hidden = false;
+    tip.classList.remove("brief");
+    tip.classList.toggle("brief", tip.offsetHeight > innerHeight / 2);  // of a long list only the first number keeps its explanation
     const box = span.getBoundingClientRect();
     const left = Math.min(box.left, document.documentElement.clientWidth - tip.offsetWidth - 8);
     tip.style.left = `${Math.max(4, left) + scrollX}px`;
-    tip.style.top = `${box.bottom + 6 + scrollY}px`;
+    const below = box.bottom + 6, above = box.top - 6 - tip.offsetHeight, lowest = innerHeight - tip.offsetHeight - 4;
+    tip.style.top = `${Math.max(4, below <= lowest ? below : above >= 4 ? above : lowest) + scrollY}px`;
   };
   document.addEventListener("pointerover", (event) => (event.target.token ? open(event.target) : hide()));
   document.addEventListener("click", (event) => { if (event.target.token) open(event.target); });
