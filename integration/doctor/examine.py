@@ -23,7 +23,7 @@ from integration.doctor.numbers import (
     find_window,
 )
 from integration.doctor.rewards import check_reward, read_text
-from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer, encode_text
+from integration.doctor.texts import check_end, check_masks, check_pairs, check_template, check_tokenizer, encode_text
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
@@ -35,11 +35,13 @@ from integration.run.stages import create_task
 from integration.settings.command_line import CommandLine
 from integration.settings.config import Config, reward_config
 from integration.tasks.task import Task
+from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import read_config_limits
+from rollouts.data.preference_pairs import PreferencePair
 from rollouts.engines.inprocess.engine import find_eos_ids
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import RolloutsError, flatten_errors
@@ -83,13 +85,13 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     check_data_given(command.config, command.mode)
     config, is_sharded = command.config, command.config.backend.kind == "fsdp"
     if is_sharded:
-        config = replace(config, backend=replace(config.backend, kind="pytorch"))
+        config = replace(config, backend=replace(config.backend, kind="pytorch", num_processes=None, fsdp=FSDPConfig()))
     say("loading the model and the data")
     model, tokenizer = create_model(config)
     task = create_task(config, tokenizer, command.mode)
     if task.demonstrate is not None and "sft" in command.mode:
         task = replace(task, sft_samples=(*task.sft_samples, *await task.demonstrate(say)))
-    samples = task.sft_samples[:num_rows] if "sft" in command.mode else ()
+    samples = [*(task.sft_samples[:num_rows] if "sft" in command.mode else ()), *take_answers(task.preferences, num_rows)]
     prompts = (task.train_prompts or task.heldout_prompts)[:num_rows]
     recorded = [sample.tokens for group in (() if task.recorded is None else task.recorded.groups) for sample in group][:num_rows]
     rows = tuple(sample.tokens for sample in samples) or tuple(recorded)
@@ -97,6 +99,8 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     patient = Patient(config=config, mode=command.mode, tokenizer=tokenizer, model=model, task=task, rows=rows)
     say("texts: tokenizer, chat template, loss masks")
     findings += check_texts(patient, samples, num_rows)
+    if "dpo" in command.mode:
+        findings.append(check_pairs(task.preferences))
     if "rl" in command.mode:
         say("rewards")
         async with open_task(task) as opened:
@@ -106,6 +110,12 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     if is_sharded:
         findings.append(skip("several processes", "the numbers above are those of one process; docs/distributed.md compares them"))
     return [*findings, check_memory(command)]
+
+
+def take_answers(preferences: Sequence[PreferencePair | Sample], num_rows: int) -> list[Sample]:
+    """Return the answers of the first num_rows preferences: both of a pair, or the labelled one."""
+    some = preferences[:num_rows]
+    return [answer for row in some for answer in ((row.chosen, row.rejected) if isinstance(row, PreferencePair) else (row,))]
 
 
 def check_texts(patient: Patient, samples: Sequence[Sample], num_rows: int) -> list[Finding]:
@@ -144,7 +154,7 @@ async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: 
     loss = partial(check_loss, reference, patient.rows, vocab_size=limits.num_embeddings, is_pretrained=config.model.path is not None)
     compare: dict[str, Any] = {"precision": patient.precision, "window": window}
     findings = await attempt("loss on the data", loss)
-    stage = config.rl if "rl" in patient.mode else config.sft
+    stage = config.rl if "rl" in patient.mode else config.preference if "dpo" in patient.mode else config.sft
     backend = create_backend(config, patient.model, patient.tokenizer, stage.optimizer, 100)
     prompts = [row[: max(1, min(len(row) - 1, 64))] for row in patient.rows[:4] if len(row) > 1]
     async with open_pipeline(backend) as trainer:
@@ -179,8 +189,12 @@ async def measure_speed(trainer: TrainingBackend, samples: Sequence[Sample], con
     await submit_forward(trainer, batch, select_log_probs, max_tokens_per_microbatch=tokens).result()
     rate = tokens / (time.perf_counter() - started)
     mean = tokens / batch.num_rows
+    preference, passes = config.preference, 3  # a backward pass costs two forward passes
     rows = config.rl.prompts_per_step * config.rl.samples_per_prompt * config.rl.num_epochs if "rl" in mode else config.sft.batch_size
-    seconds = 3 * rows * mean / rate  # a backward pass costs two forward passes
+    if "dpo" in mode:
+        rows = preference.batch_size * (1 if preference.loss == "kto" else 2)
+        passes += preference.needs_reference and preference.reference == "model"
+    seconds = passes * rows * mean / rate
     found = f"{rate:,.0f} tokens per second forward; {rows} rows of {mean:.0f} tokens would be trained on in about {seconds:.2g} s"
     return judge("speed of the trainer", found)
 

@@ -28,7 +28,7 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
         timeout_s: seconds for each of the three processes.
     """
     name = "resume"
-    stage = "rl" if "rl" in mode else "sft"
+    stage = mode.rpartition("+")[2]  # the last one
     small = shorten(mode)
     with TemporaryDirectory(prefix="rollouts-doctor-") as directory:
         whole, killed = Path(directory) / "whole", Path(directory) / "killed"
@@ -56,6 +56,7 @@ def shorten(mode: str) -> list[str]:
     """Return the options that make a run one of three steps that tells nobody: no logger hears of it, and nothing is published."""
     small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
     small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--trajectories.every", "0"]
+    small += ["--preference.num-steps", str(_STEPS), "--preference.checkpoint-every", "1"] if "dpo" in mode else []
     return [*small, "--push-to-hub", "None", "--loggers"]
 
 

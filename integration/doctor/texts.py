@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from integration.doctor.findings import Finding, judge, skip
 from rollouts.chat.tokenize import render_messages
+from rollouts.data.preference_pairs import PreferencePair
 from rollouts.errors import DataError
 from rollouts.types import Message, Sample
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SEEN = 200  # characters of a text in a message
+_FEWEST = 20  # pairs below which lengths are not judged
+_UNEVEN = 0.25  # share of good, or of bad answers, below which the others outweigh them
+_ONE_SIDED = 0.9  # share of pairs whose chosen answer is the longer one, from which its length gives it away
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, texts: Sequence[str]) -> Finding:
@@ -52,7 +56,7 @@ def check_masks(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -
     """
     name = "loss masks"
     if not samples:
-        return skip(name, "no rows for SFT")
+        return skip(name, "no rows of SFT or of preferences")
     trained = total = 0
     for sample in samples:
         runs = split_runs(sample)
@@ -63,6 +67,33 @@ def check_masks(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -
             advice = "the mask and the conversation disagree: look at {% generation %} in the chat template, and at loss masks of your own"
             return judge(name, f"row {sample.index}: {wrong}", fails=True, advice=advice)
     return judge(name, f"exactly the assistant's text is trained on in {len(samples)} rows ({trained} of {total} tokens)")
+
+
+def check_pairs(rows: Sequence[PreferencePair | Sample]) -> Finding:
+    """Check that pairs do not contradict one another, and that the chosen answer cannot be told by its length alone.
+
+    Args:
+        rows: pairs, or labelled answers.
+    """
+    name, pairs = "preferences", [row for row in rows if isinstance(row, PreferencePair)]
+    if not rows:
+        return skip(name, "no preferences to train on")
+    if not pairs:
+        good = sum((row.reward or 0.0) > 0 for row in rows if isinstance(row, Sample))
+        advice = "weigh the fewer ones more: --preference.desirable-weight, --preference.undesirable-weight"
+        one_sided = not _UNEVEN <= good / len(rows) <= 1 - _UNEVEN
+        return judge(name, f"{good} of {len(rows)} answers are good", warns=one_sided, advice=advice)
+    seen = {(pair.chosen.tokens, pair.rejected.tokens) for pair in pairs}
+    turned = sum((pair.rejected.tokens, pair.chosen.tokens) in seen for pair in pairs)
+    if turned:
+        found = f"{turned} of {len(pairs)} pairs stand in the data the other way round, too"
+        return judge(name, found, fails=turned > len(pairs) / 10, warns=True, advice="such pairs teach nothing: decide each once")
+    longer = sum(len(pair.chosen.tokens) > len(pair.rejected.tokens) for pair in pairs)
+    shorter = sum(len(pair.chosen.tokens) < len(pair.rejected.tokens) for pair in pairs)
+    share, word = max((longer / len(pairs), "longer"), (shorter / len(pairs), "shorter"))
+    found = f"{len(pairs)} pairs, none of which contradict; the chosen answer is {word} in {share:.0%}"
+    advice = f"the policy may learn to answer {word} and nothing else: look at lengths during training, or balance the pairs"
+    return judge(name, found, warns=len(pairs) >= _FEWEST and share > _ONE_SIDED, advice=advice)
 
 
 def split_runs(sample: Sample) -> list[tuple[int, int]]:
@@ -108,7 +139,7 @@ def check_end(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample], sto
     name = "end of answers"
     complete = [sample for sample in samples if split_runs(sample)]
     if not complete:
-        return skip(name, "no rows for SFT")
+        return skip(name, "no rows of SFT or of preferences")
     ended = sum(
         any(sample.tokens[p] in stop_ids and sample.loss_mask[p] > 0 for p in range(split_runs(sample)[-1][0], len(sample.tokens)))
         for sample in complete

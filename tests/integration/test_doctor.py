@@ -31,12 +31,13 @@ from integration.doctor.numbers import (
 )
 from integration.doctor.resume import compare_lines, run_shortly, shorten
 from integration.doctor.rewards import check_reward
-from integration.doctor.texts import check_end, check_masks, check_template, check_tokenizer
+from integration.doctor.texts import check_end, check_masks, check_pairs, check_template, check_tokenizer
 from integration.settings.command_line import parse_command_line
 from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import prepare_sft_sample
 from rollouts.config import RewardConfig
+from rollouts.data.preference_pairs import PreferencePair, prepare_preference_pair
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.protocol import EngineFeature
 from rollouts.errors import ConfigError
@@ -107,6 +108,30 @@ def test_an_end_that_is_not_trained_on_is_caught():
     assert check_end(tokenizer, [cut], stop).status == "fail"
     assert check_end(tokenizer, [cut, sample], stop).status == "warn"
     assert check_end(tokenizer, [sample], frozenset([0])).status == "fail", "the engine stops at another token"
+
+
+def pair_of(prompt: str, chosen: str, rejected: str) -> PreferencePair:
+    return prepare_preference_pair(
+        create_char_tokenizer(64), {"prompt": prompt, "chosen": chosen, "rejected": rejected}, whole_answers=True
+    )
+
+
+def test_pairs_that_contradict_or_are_told_by_their_length_are_caught():
+    good = [pair_of(f"s{k}=", *(("1", "22") if k % 2 else ("11", "2"))) for k in range(20)]
+    finding = check_pairs(good)
+    assert finding.status == "pass" and "20 pairs" in finding.found and "in 50%" in finding.found
+    long = check_pairs([pair_of(f"s{k}=", "111", "2") for k in range(20)])
+    assert long.status == "warn" and "the chosen answer is longer in 100%" in long.found
+    turned = [*good, pair_of("s3=", "22", "1")]
+    assert check_pairs(turned).status == "warn" and "2 of 21 pairs stand in the data the other way round" in check_pairs(turned).found
+    assert check_pairs([*turned[:2], *(pair_of("s9=", *both) for both in (("1", "2"), ("2", "1")))]).status == "fail"
+    assert check_pairs(()).status == "skip"
+
+
+def test_labelled_answers_of_one_kind_are_told():
+    answers = [replace(pair_of("s3=", "22", "1").chosen, reward=float(k > 2)) for k in range(20)]
+    assert check_pairs(answers).status == "warn" and "17 of 20 answers are good" in check_pairs(answers).found
+    assert check_pairs(answers[:6]).status == "pass"
 
 
 DROPS_THINKING = CHATML.replace("message['content']", "(message['content'].split('</think>')[-1] if not loop.last else message['content'])")
@@ -338,6 +363,9 @@ def test_the_short_runs_of_the_resume_check_publish_nothing_and_tell_no_logger()
     command = parse_command_line(argv)
     assert (command.push_to_hub, command.config.loggers, command.config.rl.num_steps) == (None, (), 3)
     assert command.config.output_dir == "x" and not command.config.trajectories.writes
+    for mode in ("dpo", "sft+dpo"):
+        preference = parse_command_line(["--preference.num-steps", "500", *shorten(mode)]).config.preference
+        assert (preference.num_steps, preference.checkpoint_every) == (3, 1), "a run of all its steps would take too long"
 
 
 def test_a_run_that_says_much_does_not_stop_the_resume_check(tmp_path: Path):
@@ -389,6 +417,39 @@ def test_the_command_examines_the_users_own_data(tmp_path: Path, capsys: pytest.
     assert statuses["weight sync"] == statuses["trainer log-probs"] == statuses["splits change nothing"] == "pass"
 
 
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    create_tiny_model(vocab_size=99).save_pretrained(tmp_path / "model")
+    create_char_tokenizer(99).save_pretrained(str(tmp_path / "model"))
+    return str(tmp_path / "model")
+
+
+def examine(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict[str, Finding]:
+    """Run the command without the check of resuming; its findings by their names."""
+    threads = torch.get_num_threads()
+    main([*argv, "--resume-timeout-s", "0", "--json", "--rows", "4"])
+    torch.set_num_threads(threads)
+    out = capsys.readouterr()
+    assert out.out, out.err
+    return {finding["check"]: Finding(**finding) for finding in json.loads(out.out)}
+
+
+def test_the_answers_of_preferences_are_examined(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]):
+    rows = [{"prompt": f"s{k}27=", "chosen": f"{k}72", "rejected": f"{k}7"} for k in range(30)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = examine(capsys, ["--mode", "dpo", "--model.path", model, "--data.path", str(tmp_path / "pairs.jsonl")])
+    for check in ("tokenizer", "loss masks", "end of answers", "trainer log-probs", "splits change nothing"):
+        assert found[check].status == "pass", found[check]
+    assert "in 8 rows" in found["loss masks"].found, "both answers of four pairs"
+    assert "128 rows" in found["speed of the trainer"].found, "64 pairs of a step"
+    assert found["preferences"].status == "warn" and "longer in 100%" in found["preferences"].found
+
+
+def test_a_run_on_several_processes_is_examined_on_one(capsys: pytest.CaptureFixture[str]):
+    found = examine(capsys, ["--mode", "sft", "--backend.kind", "fsdp", "--backend.num-processes", "2"])
+    assert found["several processes"].status == "skip" and found["trainer log-probs"].status == "pass"
+
+
 def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -406,7 +467,7 @@ def test_the_page_names_each_check_and_its_command_is_understood():
     options, rest = split_options(shlex.split(command))
     assert options.rows == 8 and parse_command_line(rest).config.reward.function == "rewards.py:my_reward"
     named = "tokenizer, chat template, loss masks, end of answers, reward leaks, loss on the data, trainer log-probs, log-probs repeat"
-    for check in (*named.split(", "), "weight sync", "splits change nothing", "memory", "resume"):
+    for check in (*named.split(", "), "preferences", "weight sync", "splits change nothing", "memory", "resume"):
         assert f"| {check} |" in page, check
 
 
