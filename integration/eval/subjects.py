@@ -16,17 +16,16 @@ from integration.parts.models import create_model
 from integration.run.directory import find_result
 from integration.settings.command_line import RUN_FILE
 from integration.settings.config import Config
+from integration.settings.deadlines import ENGINE_OPTIONS, DeadlinesSection
 from integration.settings.sections import EngineSection
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, RolloutsError
+from rollouts.errors import ConfigError, RolloutsError, redact
 from rollouts.models.hub import find_hub_model, is_hub_name
 from rollouts.models.loading import check_model_directory, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_PROBE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def _find_on_hub(model: str, config: Config) -> Subject:
 
 def _find_servers(model: str, section: EngineSection, tokenizer: str | None) -> Subject:
     urls = tuple(url.rstrip("/") for url in model.split(",") if url)
-    kinds, directories = zip(*(_ask_server(url) for url in urls), strict=True)
+    kinds, directories = zip(*(_ask_server(url, section.deadlines) for url in urls), strict=True)
     kind = kinds[0] if section.kind == "inprocess" else section.kind
     if len(set(kinds)) > 1:
         raise ConfigError(f"MODEL {model} names servers of several kinds ({', '.join(kinds)}): name servers of one kind")
@@ -105,10 +104,11 @@ def _find_servers(model: str, section: EngineSection, tokenizer: str | None) -> 
     return Subject(name=model, directory=path, urls=urls, kind=kind)
 
 
-def _ask_server(url: str) -> tuple[str, str]:
+def _ask_server(url: str, deadlines: DeadlinesSection) -> tuple[str, str]:
     """Return the kind of a server, and the model that it says it serves. Raises ConfigError if it does not answer as either kind."""
     try:
-        with httpx.Client(base_url=url, timeout=_PROBE_S, trust_env=False) as client:
+        timeout = httpx.Timeout(deadlines.health_s, connect=deadlines.connect_s)
+        with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
             info = client.get("/model_info")
             if info.status_code == 200 and "model_path" in info.json():
                 return "sglang", str(info.json()["model_path"])
@@ -118,6 +118,12 @@ def _ask_server(url: str) -> tuple[str, str]:
                 )
             models = client.get("/v1/models").json()["data"]
             return "vllm", str(models[0].get("root") or models[0]["id"])
+    except httpx.TimeoutException as error:
+        name = "connect_s" if isinstance(error, httpx.ConnectTimeout) else "health_s"
+        raise ConfigError(
+            f"the server {redact(url)} did not say within {getattr(deadlines, name):g} s which model it serves: see its log, or raise "
+            f"{ENGINE_OPTIONS[name]}"
+        ) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"the server {url} cannot be reached ({error}): start it, or correct the address") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -130,7 +136,8 @@ def fit_config(config: Config, subject: Subject) -> Config:
     own = {name: getattr(section, name) for name in ("max_slots", "prefix_cache_tokens", "dtype", "cuda_graphs")}
     engine = EngineSection(**own)
     if subject.urls:
-        engine = EngineSection(kind=subject.kind, urls=subject.urls, api_key_variable=section.api_key_variable)
+        waits = {name: getattr(section, name) for name in ("generate_timeout_s", "deadlines")}
+        engine = EngineSection(kind=subject.kind, urls=subject.urls, api_key_variable=section.api_key_variable, **waits)
     path = None if subject.directory is None else str(subject.directory)
     return replace(config, engine=engine, model=replace(config.model, path=path))
 

@@ -30,6 +30,7 @@ from integration.parts.placement import (
 )
 from integration.parts.server_fleet import ServerUpkeep, create_news, open_server_fleet, spread_config
 from integration.settings.config import Config
+from integration.settings.deadlines import ENGINE_OPTIONS, FLEET_OPTIONS
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import ENGINE_KINDS, EngineSection
 from rollouts.backends.lora.adapters import copy_without_adapters
@@ -84,10 +85,11 @@ async def open_weight_channel(
             devices = find_server_devices(section, where, environment)
             opened = open_vllm_ipc(vllm, devices, **common) if vllm else open_shared_memory(sglang, devices, **common)
         elif vllm:
-            opened = open_vllm_group(vllm, device=where, **common)
+            opened = open_vllm_group(vllm, device=where, timeout_s=section.deadlines.join_s, **common)
         else:
             backend = "gloo" if where.type == "cpu" else "nccl"
-            opened = open_weight_group(sglang, backend=backend, master_address=section.weight_sync_address, device=where, **common)
+            common |= {"master_address": section.weight_sync_address, "timeout_s": section.deadlines.join_s}
+            opened = open_weight_group(sglang, backend=backend, device=where, **common)
         channel = await stack.enter_async_context(opened)
         yield channel if fleet is None else FleetChannel(fleet, members, channel)
 
@@ -211,11 +213,16 @@ def create_fleet_config(config: Config) -> FleetConfig:
     """Return the configuration of a fleet: the distribution of requests and weights over servers."""
     section = config.engine
     restarts = section.launch and section.on_server_death == "restart"
+    own, outage_s = section.deadlines, section.startup_timeout_s if restarts else FleetConfig().patience_s
     return FleetConfig(
         group_of=group_by_prompt if config.task not in EPISODE_TASKS else group_by_request_id,
-        patience_s=section.startup_timeout_s if restarts else FleetConfig().patience_s,
+        wait_s=own.queue_s,
+        patience_s=outage_s if own.outage_s is None else own.outage_s,
+        check_s=own.health_s,
+        ready_s=own.ready_s,
         updates_at_once=section.updates_at_once,
         exclude_failed=section.on_server_death != "stop",
+        options=FLEET_OPTIONS,
     )
 
 
@@ -302,10 +309,23 @@ def create_server_engine(section: EngineSection, url: str, environment: Mapping[
         "allow_cast": True,  # the trainer's weights are float32, a server's often bfloat16
         "api_key": None if key_variable is None else environment[key_variable],
         "path_map": PathMap.parse(section.path_map),
-        "deadlines": Deadlines(generate_s=section.generate_timeout_s, sync_s=section.sync_timeout_s),
+        "deadlines": create_deadlines(section),
     }
     raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})
+
+
+def create_deadlines(section: EngineSection) -> Deadlines:
+    """Return the deadlines of calls to a server, with the options that set them."""
+    own = section.deadlines
+    return Deadlines(
+        generate_s=section.generate_timeout_s,
+        control_s=own.control_s,
+        sync_s=section.sync_timeout_s,
+        health_s=own.health_s,
+        connect_s=own.connect_s,
+        options=ENGINE_OPTIONS,
+    )
 
 
 def raise_open_file_limit(most: int = 65536) -> None:

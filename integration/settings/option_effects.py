@@ -338,6 +338,21 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     ),
     "engine.urls engine.launch engine.api_key_variable engine.in_flight engine.sleep engine.one_request_per_group": SERVER,
     "engine.generate_timeout_s engine.sync_timeout_s": SERVER,
+    "engine.deadlines.connect_s engine.deadlines.control_s": SERVER,
+    "engine.deadlines.health_s": SERVER,
+    "engine.deadlines.join_s": Effect(
+        holds=lambda c, m: c.engine.is_server and c.engine.weight_sync in ("auto", "group"),
+        needs="weights over a process group: --engine.weight-sync group",
+        part="rl",
+    ),
+    "engine.deadlines.queue_s engine.deadlines.outage_s": Effect(
+        holds=has_several_servers, needs="several servers: --engine.num-servers, or several --engine.urls", part="rl"
+    ),
+    "engine.deadlines.ready_s": Effect(
+        holds=lambda c, m: has_several_servers(c, m) and c.engine.weight_sync_mode == "channel",
+        needs="several servers that take weights together: --engine.weight-sync group or ipc",
+        part="rl",
+    ),
     "engine.tensor_parallel_size": SERVER_ONLY,
     "engine.path_map": Effect(
         holds=lambda c, m: c.engine.is_server and c.engine.weight_sync_mode == "checkpoint",

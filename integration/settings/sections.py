@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from integration.settings.deadlines import DeadlinesSection
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.lora.config import ALL_LINEAR, BaseDtype, LoRAConfig
@@ -416,6 +417,7 @@ class EngineSection:
     startup_timeout_s: float = 900.0  # seconds to wait for a launched server to become healthy
     generate_timeout_s: float = 3600.0  # seconds to wait for the answer of a server to one request of rollouts
     sync_timeout_s: float = 600.0  # seconds to wait for a server to load new weights
+    deadlines: DeadlinesSection = field(default_factory=DeadlinesSection)  # seconds to wait for everything else that a server does
     extra_args: tuple[str, ...] = ()  # further arguments of the launched server; write --engine.extra-args=--flag=value
     # rows of each batch on which engine and trainer log-probs are compared; None = 8 for servers, 0 for the embedded engine
     parity_rows: int | None = None

@@ -284,7 +284,8 @@ async def test_without_any_member_the_error_says_which_died_of_what(autojump_clo
     async with fleet_of(engines, patience_s=7.0, max_retries=5) as fleet:
         engines[0].kill("out of memory")
         engines[1].kill("killed by signal 9")
-        with pytest.raises(EngineError, match=r"no engine of the fleet serves, for 7 s: engine 0 \(a\).*out of memory.*killed by signal 9"):
+        words = r"no engine of the fleet serves, for 7 s \(FleetConfig.patience_s\): engine 0 \(a\).*out of memory.*killed by signal 9"
+        with pytest.raises(EngineError, match=words):
             await fleet.generate((3,), PARAMS)
         with pytest.raises(EngineError, match="out of memory"):
             await fleet.get_weight_version()

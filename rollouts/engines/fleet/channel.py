@@ -10,11 +10,8 @@ import trio
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import MemberState
 from rollouts.engines.protocol import InferenceEngine, ReadBucket, WeightChannel
-from rollouts.errors import EngineError, raise_single_errors
+from rollouts.errors import EngineError, EngineTimeout, raise_single_errors
 from rollouts.weight_specs import WeightSpec
-
-PATIENCE_S = 300.0
-"""Seconds to wait until every member is ready for a transfer. Members drain first, if the fleet is configured so."""
 
 
 class FleetChannel:
@@ -24,15 +21,13 @@ class FleetChannel:
     it. A member that is restarted is no longer part of the group.
     """
 
-    def __init__(
-        self, fleet: EngineFleet, engines: Sequence[InferenceEngine], inner: WeightChannel, *, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, fleet: EngineFleet, engines: Sequence[InferenceEngine], inner: WeightChannel) -> None:
         """
         Args:
-            fleet: the fleet, which updates all of its members at once.
+            fleet: the fleet, which updates all of its members at once; FleetConfig.ready_s of it limits the wait for them.
             engines: its members, in the order of the inner channel.
         """
-        self._fleet, self._engines, self._inner, self._patience_s = fleet, tuple(engines), inner, patience_s
+        self._fleet, self._engines, self._inner = fleet, tuple(engines), inner
 
     @property
     def wants_device(self) -> bool:
@@ -75,9 +70,10 @@ class FleetChannel:
         return [answer]
 
     async def _wait_ready(self, everyone: trio.Event) -> None:
-        """Wait until every member is ready for the transfer. Raises EngineError as soon as one cannot be, and after patience_s."""
+        """Wait until every member is ready for the transfer. Raises EngineError as soon as one cannot be, EngineTimeout after ready_s."""
         failures: list[EngineError] = []
-        with trio.move_on_after(self._patience_s):
+        config = self._fleet.config
+        with trio.move_on_after(config.ready_s):
             async with trio.open_nursery() as nursery:
 
                 async def look() -> None:
@@ -96,8 +92,9 @@ class FleetChannel:
             raise failures[0]
         if not everyone.is_set():
             members = ", ".join(f"{member.name} is {member.state.value}" for member in self._fleet.members)
-            raise EngineError(
-                f"not all of {len(self._engines)} engines were ready for a transfer to all of them within {self._patience_s:g} s: {members}"
+            raise EngineTimeout(
+                f"not all of {len(self._engines)} engines were ready for a transfer to all of them within {config.ready_s:g} s "
+                f"({config.name('ready_s')}): {members}"
             )
 
     def _has(self, engine: InferenceEngine) -> bool:

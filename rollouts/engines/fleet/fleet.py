@@ -134,7 +134,7 @@ class EngineFleet:
 
         async def ask(member: Member) -> None:
             try:
-                found[member] = await ask_version(member, self._config.check_s)
+                found[member] = await ask_version(member, self._config)
             except EngineError as error:
                 failures[member] = error
 
@@ -300,6 +300,11 @@ class EngineFleet:
         await _tell_each(self._roster.members.values(), wake)
 
     # -- members
+
+    @property
+    def config(self) -> FleetConfig:
+        """Limits of the fleet."""
+        return self._config
 
     def status_of(self, engine: InferenceEngine) -> MemberStatus:
         """Return the state of an engine's member. Raises ConfigError if it is not a member."""

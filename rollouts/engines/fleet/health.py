@@ -41,11 +41,11 @@ class FleetWeights:
         return self.directory is not None or self.tensors is not None
 
 
-async def ask_version(member: Member, check_s: float) -> int:
+async def ask_version(member: Member, config: FleetConfig) -> int:
     """Return the version that the member reports. Raises EngineError, EngineTimeout."""
-    with trio.move_on_after(check_s):
+    with trio.move_on_after(config.check_s):
         return await member.engine.get_weight_version()
-    raise EngineTimeout(f"{member.name} did not say its weight version within {check_s:g} s")
+    raise EngineTimeout(f"{member.name} did not say its weight version within {config.check_s:g} s ({config.name('check_s')})")
 
 
 async def give_weights(member: Member, weights: FleetWeights) -> None:
@@ -153,7 +153,7 @@ class FleetHealth:
     async def check(self, member: Member) -> int:
         """Ask a member for its version, which must be the confirmed one. Raises EngineError."""
         before = member.version
-        found = await ask_version(member, self._config.check_s)
+        found = await ask_version(member, self._config)
         if found not in (before, member.version) and member.state is MemberState.SERVING:
             raise EngineProtocolError(
                 f"{member.name} has weight version {found}, but {member.version} was confirmed: it was started again, or another program "
@@ -184,7 +184,7 @@ class FleetHealth:
     async def _try_version(self, member: Member) -> int | None:
         """Return the version that the member reports; None = not intelligible, as after a restart."""
         try:
-            return await ask_version(member, self._config.check_s)
+            return await ask_version(member, self._config)
         except EngineProtocolError:
             return None
 
@@ -200,7 +200,8 @@ class FleetHealth:
             member.needs_weights = True  # may help at the next try
             raise
         if not completions:
-            raise EngineTimeout(f"{member.name} generated no token within {self._config.check_s:g} s")
+            limit = f"{self._config.check_s:g} s ({self._config.name('check_s')})"
+            raise EngineTimeout(f"{member.name} generated no token within {limit}")
         if any(found != version for found in completions[0]):
             member.needs_weights = True
             raise EngineProtocolError(f"{member.name} generated with weight version {completions[0]}, expected {version}")

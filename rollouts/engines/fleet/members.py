@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,7 +13,7 @@ import trio
 
 from rollouts.engines.fleet.routing import Ask, Cost, FleetView, GroupOf, MemberLoad, choose_member, group_by_prompt
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, EngineError
+from rollouts.errors import ConfigError, EngineError, EngineTimeout
 
 MOST_HOMES = 8192  # groups whose member is remembered; the least recently requested one is dropped first
 
@@ -43,25 +43,31 @@ class FleetConfig:
     max_retries: int = 3  # retries of a request whose member failed: limited, since a request that ends servers must not end them all
     check_every_s: float = 15.0  # seconds between two probes of a member that serves
     check_s: float = 30.0  # seconds for a member to answer a probe, and to generate a token when it comes back
+    ready_s: float = 300.0  # seconds until all members are ready for a transfer to all of them (FleetChannel); they drain first
     first_wait_s: float = 0.5  # seconds before a failed member is probed again; doubles with each failure in a row
     longest_wait_s: float = 60.0
     updates_at_once: int | None = None  # members that take new weights while the others generate; None = all at once
     drain_s: float = 0.0  # seconds that requests of a member may continue before its update; then the member pauses them itself
     exclude_failed: bool = False  # a member that fails an update is left out and the update succeeds; else an error
     abort_s: float = 10.0  # seconds for a member that leaves to return its requests' tokens
+    options: Mapping[str, str] = field(default_factory=dict[str, str])  # option that sets a limit, by field, for messages
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "max_waiting", "updates_at_once"):
             self._check(name, getattr(self, name) is None or getattr(self, name) >= 1, "at least 1")
         for name in ("affinity_slack", "max_retries", "patience_s", "drain_s"):
             self._check(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("wait_s", "check_every_s", "check_s", "first_wait_s", "abort_s"):
+        for name in ("wait_s", "check_every_s", "check_s", "ready_s", "first_wait_s", "abort_s"):
             self._check(name, getattr(self, name) > 0, "more than 0 seconds")
         self._check("longest_wait_s", self.longest_wait_s >= self.first_wait_s, f"at least first_wait_s = {self.first_wait_s:g}")
 
     def _check(self, name: str, is_fine: bool, expected: str) -> None:
         if not is_fine:
             raise ConfigError(f"the fleet's {name} is {getattr(self, name)}, expected {expected}")
+
+    def name(self, limit: str) -> str:
+        """Return the name under which the user sets a limit, a field of this class: an option, or the field."""
+        return self.options.get(limit, f"FleetConfig.{limit}")
 
     def wait_before_try(self, num_failures: int) -> float:
         """Return the seconds to wait before probing a member with `num_failures` failures in a row."""
@@ -271,14 +277,14 @@ class Roster:
         Args:
             what: consequence of the timeout, for the error.
 
-        Raises: EngineError after patience_s.
+        Raises: EngineTimeout after patience_s.
         """
         expires = trio.current_time() + longest_s
         while not self.serving() and trio.current_time() < expires:
             with trio.move_on_at(min(expires, self._get_patience_end())):
                 await self._changed.wait()
             if not self.serving() and trio.current_time() >= self._get_patience_end():
-                raise EngineError(f"{what}: no engine of {self.name} serves: {self.describe()}")
+                raise EngineTimeout(f"{what}: {self._describe_outage()}")
 
     async def wait_change(self) -> None:
         """Wait until the state of a member changes."""
@@ -302,7 +308,7 @@ class Roster:
         Args:
             cancel_wait: called with the scope of the wait; if that scope is cancelled, the result is None.
 
-        Raises: EngineError if the queue or the wait is too long.
+        Raises: EngineError if the queue is too long, EngineTimeout if the wait is.
         """
         ticket = _Ticket(ask)
         self._line.append(ticket)
@@ -376,13 +382,18 @@ class Roster:
         """Raise EngineError if a request has waited too long."""
         now = trio.current_time()
         if now >= self._get_patience_end():
-            patience = "" if not self.members else f", for {self._config.patience_s:g} s"
-            raise EngineError(f"no engine of {self.name} serves{patience}: {self.describe()}")
+            raise EngineTimeout(self._describe_outage())
         if now >= expires:
-            raise EngineError(
-                f"{self.name} had no place for {request_id} within {self._config.wait_s:g} s: {len(self._line)} requests are in line, and "
-                f"{sum(member.num_requests for member in self.members.values())} samples in flight"
+            raise EngineTimeout(
+                f"{self.name} had no place for {request_id} within {self._config.wait_s:g} s ({self._config.name('wait_s')}): "
+                f"{len(self._line)} requests are in line, and {sum(member.num_requests for member in self.members.values())} samples in "
+                "flight"
             )
+
+    def _describe_outage(self) -> str:
+        """Return why requests give up, with each member and its reason."""
+        patience = f", for {self._config.patience_s:g} s ({self._config.name('patience_s')})" if self.members else ""
+        return f"no engine of {self.name} serves{patience}: {self.describe()}"
 
     def _get_patience_end(self) -> float:
         """Return the time at which queued requests give up because no member serves."""

@@ -15,10 +15,9 @@ import random
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import httpx
@@ -46,9 +45,6 @@ MAX_CONTROL_CALLS = 64
 MAX_ANSWER_BYTES = 2**30  # bytes of an answer, or of an event in a stream: no inference server sends a longer one
 BUSY = (429, 503)  # refused before any work was done
 GATEWAY = (502, 504)  # from a proxy, which does not report the progress of its server
-_OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"generate": " (in a run, --engine.generate-timeout-s)", "sync": " (in a run, --engine.sync-timeout-s)"}
-)
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 LAST_BYTES_S = 1.0  # seconds for the end of a stream after its last event
 
@@ -62,6 +58,7 @@ class Deadlines:
     sync_s: float = 600.0  # loading weights from a disk or from other processes
     health_s: float = 30.0  # SGLang's health check answers 503 after 20 s of its own
     connect_s: float = 10.0  # for the connection, within the others
+    options: Mapping[str, str] = field(default_factory=dict[str, str])  # option that sets a deadline, by field, for messages
 
     def __post_init__(self) -> None:
         for name in ("generate_s", "control_s", "sync_s", "health_s", "connect_s"):
@@ -74,6 +71,10 @@ class Deadlines:
         if kind == "generate":
             return math.inf if self.generate_s is None else self.generate_s
         return {"control": self.control_s, "sync": self.sync_s, "health": self.health_s}[kind]
+
+    def name(self, deadline: str) -> str:
+        """Return the name under which the user sets a deadline, a field of this class: an option, or the field."""
+        return self.options.get(deadline, f"Deadlines.{deadline}")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,11 @@ class HTTPEndpoint:
     async def __aexit__(self, *exc_info: Any) -> None:
         self._is_open, self._is_closed = False, True
         await self._transport.__aexit__(*exc_info)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Deadlines of calls."""
+        return self._deadlines
 
     @property
     def num_generating(self) -> int:
@@ -281,7 +287,7 @@ class HTTPEndpoint:
             try:
                 response, answer = await self._attempt(self._create_request(method, url, content, kind, idempotent), kind, expires, read)
             except httpx.RequestError as error:
-                failure = describe_transport_error(error, url)
+                failure = describe_transport_error(error, url, self._deadlines.name("connect_s"))
                 failure.__cause__ = error
                 num_unanswered += 1
                 may_repeat = is_safe_to_repeat(error, idempotent) and num_unanswered < self._retry.attempts
@@ -347,8 +353,8 @@ class HTTPEndpoint:
 
     def _timeout(self, url: httpx.URL, kind: CallKind) -> EngineTimeout:
         seconds = self._deadlines.of(kind)
-        told = f"{url} gave no complete answer within {seconds:g} s: the server hangs, or the deadline {kind}_s is too short"
-        return EngineTimeout(told + _OPTIONS.get(kind, ""))
+        name = self._deadlines.name(f"{kind}_s")
+        return EngineTimeout(f"{url} gave no complete answer within {seconds:g} s: the server hangs, or the deadline {name} is too short")
 
 
 def parse_retry_after(headers: httpx.Headers) -> float | None:

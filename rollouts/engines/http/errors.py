@@ -42,9 +42,11 @@ def describe_server_error(status: int, body: str) -> str:
     return text[:MAX_REASON_LENGTH]
 
 
-def describe_transport_error(error: httpx.RequestError, url: httpx.URL) -> EngineError:
-    """Return the exception for a call without a complete HTTP answer."""
+def describe_transport_error(error: httpx.RequestError, url: httpx.URL, connect_option: str = "connect_s") -> EngineError:
+    """Return the exception for a call without a complete HTTP answer. connect_option: name of the deadline of connections."""
     what = str(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectTimeout):
+        return EngineTimeout(f"{url}: {what}: check that the server runs and listens there, or raise the deadline {connect_option}")
     if isinstance(error, httpx.TimeoutException):
         return EngineTimeout(f"{url}: {what}")
     if isinstance(error, httpx.ConnectError):

@@ -21,7 +21,6 @@ from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
 from rollouts.weight_specs import WeightPlan
 
-_FLUSH_S = 10.0
 _POLL_S = 0.05
 _ABORT_S = 1.0  # seconds that the server sleeps if a pause has to abort a request
 _CLEANUP_S = 10.0
@@ -67,7 +66,8 @@ class SGLangWeights:
 
     async def flush(self) -> None:
         """Drop keys and values of the old weights, once no request runs. Raises EngineTimeout."""
-        with trio.move_on_after(_FLUSH_S):
+        deadlines = self._server.deadlines
+        with trio.move_on_after(deadlines.control_s):
             while True:
                 try:
                     # without ?timeout, which after a retract waits for requests that themselves wait for the end of the pause
@@ -78,7 +78,10 @@ class SGLangWeights:
                     await trio.sleep(_POLL_S)
                 else:
                     return
-        raise EngineTimeout(f"{self._name} did not flush its cache within {_FLUSH_S:g} s: requests are still running")
+        raise EngineTimeout(
+            f"{self._name} did not flush its cache within {deadlines.control_s:g} s: requests are still running, or the deadline "
+            f"{deadlines.name('control_s')} is too short"
+        )
 
     async def load_directory(self, path: Path, label: str) -> None:
         """Load the weights in a directory and label them. An unchecked directory may kill the server."""

@@ -87,6 +87,6 @@ async def _measure_log_prob_kind(name: str, server: HTTPEndpoint, vocab_size: in
         return parse_probe(await server.post_json("/generate", payload, kind="health"))
     except EngineTimeout as error:
         raise EngineTimeout(
-            f"{name} accepts requests but does not answer: it is overloaded, or an earlier run left it paused. Send POST "
-            "/continue_generation with the body {}, or restart it"
+            f"{name} accepts requests but does not answer within {server.deadlines.health_s:g} s ({server.deadlines.name('health_s')}): it "
+            "is overloaded, or an earlier run left it paused. Send POST /continue_generation with the body {}, or restart it"
         ) from error

@@ -19,7 +19,7 @@ import trio
 from torch import Tensor
 
 from rollouts.engines.weights.torch_groups import find_device
-from rollouts.errors import EngineError
+from rollouts.errors import EngineError, EngineTimeout
 from rollouts.weight_specs import Bucket, flatten_bucket
 
 LIBRARY = "libnccl.so.2"
@@ -119,7 +119,9 @@ class NCCLSender:
             with trio.fail_after(self._timeout_s):
                 await trio.to_thread.run_sync(self._communicator.broadcast, parcel, abandon_on_cancel=True)
         except trio.TooSlowError as error:
-            raise EngineError(f"a bucket was not broadcast to all servers within {self._timeout_s:g} s (timeout_s)") from error
+            raise EngineTimeout(
+                f"a bucket was not broadcast to all servers within {self._timeout_s:g} s (timeout_s; in a run, --engine.deadlines.join-s)"
+            ) from error
 
     def give_up(self) -> None:
         """Abort the communicator."""
@@ -134,9 +136,10 @@ async def join_communicator(communicator: NCCLCommunicator, timeout_s: float) ->
         with trio.fail_after(timeout_s):
             await trio.to_thread.run_sync(communicator.join, abandon_on_cancel=True)
     except trio.TooSlowError as error:
-        raise EngineError(
-            f"the NCCL group of trainer and servers did not come about within {timeout_s:g} s (timeout_s): look at the servers' logs, and "
-            "whether they reach this machine on the interface that NCCL_SOCKET_IFNAME names"
+        raise EngineTimeout(
+            f"the NCCL group of trainer and servers did not come about within {timeout_s:g} s (timeout_s; in a run, "
+            "--engine.deadlines.join-s): look at the servers' logs, and whether they reach this machine on the interface that "
+            "NCCL_SOCKET_IFNAME names"
         ) from error
 
 

@@ -44,7 +44,10 @@ class TorchRendezvous:
             except RuntimeError as error:
                 if not self._stores:
                     return  # given up already; the cause is raised elsewhere
-                raise EngineError(f"the {self.backend} group of trainer and servers did not come about: {error}") from error
+                raise EngineError(
+                    f"the {self.backend} group of trainer and servers did not come about within {self._timeout_s:g} s (timeout_s; in a "
+                    f"run, --engine.deadlines.join-s): {error}"
+                ) from error
             nursery.cancel_scope.cancel()
 
         async def hold_store() -> None:
@@ -101,7 +104,8 @@ class GroupSender:
         except RuntimeError as error:
             await trio.lowlevel.checkpoint_if_cancelled()  # servers that left because of a cancellation have not failed
             raise EngineError(
-                f"the weights could not be broadcast to the servers (deadline: {self._timeout_s:g} s for each bucket): {error}"
+                f"the weights could not be broadcast to the servers (deadline: {self._timeout_s:g} s for each bucket; in a run, "
+                f"--engine.deadlines.join-s): {error}"
             ) from error
 
     def _broadcast(self, data: Tensor) -> None:
