@@ -42,8 +42,9 @@ from types import FrameType
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _SECRETS = (
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/?#]*@", re.I), r"\1***@"),  # user and password in an address
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s?#'\"]*[?#])[^\s'\"]+", re.I), r"\1***"),  # query and fragment of an address
+    # user and password in an address, then its query and fragment; an address that was taken for a path has one slash
+    (re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2})[^\s/?#]*@", re.I), r"\1***@"),
+    (re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2}[^\s?#'\"]*[?#])[^\s'\"]+", re.I), r"\1***"),
     (re.compile(r"([?&][\w.-]*(?:key|token|secret|passw|sig|auth)[\w.-]*=)[^\s&#'\"]+", re.I), r"\1***"),
     (re.compile(r"(--?(?:[\w.]*\.)?(?:api[-_]?key|hf[-_]token|password)(?:=|[ ,'\"]+))[^\s'\",-][^\s'\",]*", re.I), r"\1***"),
     (re.compile(r"(\bbearer\s+)[\w.~+/=-]{12,}", re.I), r"\1***"),

@@ -20,7 +20,7 @@ import tyro
 from integration.run.exit_status import run_command
 from integration.settings.command_line import parse_flags
 from rollouts.config import check_setting
-from rollouts.errors import ConfigError, make_safe
+from rollouts.errors import ConfigError, make_safe, redact
 
 PROGRAM = "python -m integration.convert"
 
@@ -67,7 +67,7 @@ def run(arguments: Arguments) -> int:
         base=arguments.base,
         tokenizer=arguments.tokenizer,
     )
-    print(make_safe(told))
+    print(make_safe(redact(told)))
     return 0
 
 

@@ -18,9 +18,10 @@ from typing import Annotated
 import tyro
 
 from integration.closed_stdout import ignore_closed_stdout
+from integration.run.exit_status import make_stderr_safe
 from integration.settings.command_line import parse_flags
 from integration.settings.help_text import name_as_started
-from rollouts.errors import ConfigError, DataError, OutputError, make_safe
+from rollouts.errors import ConfigError, DataError, OutputError, make_safe, redact
 from rollouts.output_files import replace_file
 
 PROGRAM = "python -m integration.report"
@@ -77,6 +78,7 @@ def report(arguments: Arguments) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 if a report cannot be made."""
+    make_stderr_safe()
     arguments = parse_flags(sys.argv[1:] if argv is None else argv, Arguments, PROGRAM)
     with ignore_closed_stdout():
         try:
@@ -84,10 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return 0  # the usual end of --serve
         except (ConfigError, DataError, OutputError, OSError) as error:
-            print(f"error: {make_safe(str(error))}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
             return 2
         if line:
-            print(line)
+            print(make_safe(redact(line)))
     return 0
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from integration.closed_stdout import ignore_closed_stdout
+from integration.run.exit_status import make_stderr_safe
 from integration.settings.help_text import name_as_started
 from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
 
@@ -48,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             print(name_as_started(HELP))
         raise SystemExit(0)
+    make_stderr_safe()
     try:
         path, as_json = parse(given)
         from integration.verify.check_run import check_run  # imports torch, which the help does not need
 
         checked = check_run(path)
     except (RolloutsError, OSError) as error:
-        print(f"error: {make_safe(redact(str(error)))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     with ignore_closed_stdout():
         print(make_safe(redact(json.dumps(checked.to_dict(), indent=2) if as_json else checked.describe())))

@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.text import Text
 
 from integration.closed_stdout import ignore_closed_stdout
+from integration.run.exit_status import make_stderr_safe
 from integration.settings.command_line import parse_flags
 from integration.view.arguments import Arguments
-from rollouts.errors import ConfigError, DataError, make_safe
+from rollouts.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from integration.view.source import Choice
@@ -155,6 +156,7 @@ def write_picture(lines: Sequence[Text], path: Path, title: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status: 2 if there is nothing to show."""
+    make_stderr_safe()
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = parse_flags(given, Arguments, "python -m integration.view")
     try:
@@ -167,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with ignore_closed_stdout():
                 write_lines(lines, sys.stdout, colors=colors)
     except (ConfigError, DataError, OSError) as error:
-        print(f"error: {make_safe(str(error))}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -159,6 +159,40 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_left_out_on_all(found):
         assert state["same_weights"]
 
 
+@pytest.mark.parametrize("case", ["gradient skip", "loss skip"])
+def test_a_number_that_is_bad_on_one_rank_leaves_the_update_out_on_all_and_counts_once(found, case: str):
+    zero, one = (rank["bad"][case] for rank in found)
+    assert zero == one
+    kind = case.partition(" ")[0]
+    assert (zero["metrics"]["update_skipped"], zero["metrics"][f"num_bad_{kind}"]) == ("1.0", "1.0")
+    assert zero["counts"] == [1, 1]
+    assert zero["same weights"]
+
+
+@pytest.mark.parametrize("case", ["gradient stop", "loss stop", "log_prob stop"])
+def test_a_number_that_is_bad_on_one_rank_ends_the_run_on_all_with_the_same_error(found, case: str):
+    zero, one = (rank["bad"][case] for rank in found)
+    assert zero == one
+    assert zero["error"][0] == "BadNumberError"
+    assert f"the policy for {case.partition(' ')[0]} is to stop" in zero["error"][1]
+    assert zero["counts"][0] == 0
+    assert zero.get("same weights", True)
+
+
+def test_a_parameter_that_is_bad_on_one_rank_is_told_by_all(found):
+    zero, one = (rank["bad"]["parameter "] for rank in found)
+    assert zero == one
+    assert "NaN or infinite" in zero["error"][1]
+
+
+def test_a_row_with_a_bad_log_prob_is_dropped_on_all_ranks_and_counts_once(found):
+    for action, updates in (("drop", 1), ("skip", 0)):
+        zero, one = (rank["bad"][f"log_prob {action}"] for rank in found)
+        assert zero == one
+        assert zero["metrics"]["num_bad_log_prob"] == "1.0"
+        assert zero["counts"] == [updates, 0]
+
+
 def test_whole_weights_are_given_and_taken_on_every_rank(found):
     for state in (rank["state"] for rank in found):
         assert state["loaded"]

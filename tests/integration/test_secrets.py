@@ -10,6 +10,7 @@ import needs
 import pytest
 from forked import Child, run
 
+from integration.command import main
 from integration.settings.sections import EngineSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.launch.commands import ServerConfig, build_environment
@@ -172,3 +173,44 @@ def test_a_launched_server_does_not_get_the_secret_of_the_ranks(kind):
     environment = build_environment(ServerConfig(kind, "model", "python"), {**SECRETS, "ROLLOUTS_RANK_TOKEN_FILE": "file"})
     assert not [name for name in environment if name.startswith("ROLLOUTS_RANK_TOKEN")]
     assert environment["VLLM_API_KEY"] == SECRETS["VLLM_API_KEY"], "the server reads its key there"
+
+
+ADDRESS = f"http://me:{USERINFO}@127.0.0.1:1/x?api_key={QUERY}"
+TOLD = f"Authorization: Bearer {KEY}, --api-key={KEY}, {ADDRESS}"
+READING = {  # of each program, arguments that name nothing; RUN is a damaged run
+    "report": [[ADDRESS], ["RUN"], ["RUN", "--output", f"RUN/no such folder/{ADDRESS}"]],
+    "view": [[ADDRESS], ["RUN"], ["RUN", "--step", "0"]],
+    "verify": [[ADDRESS], ["RUN"], ["RUN", "--json"]],
+    "eval": [[ADDRESS, "--task", "sort"], ["RUN", "--tasks", ADDRESS], ["RUN", "--answer", f"{ADDRESS}:f"]],
+    "doctor": [["--data.path", ADDRESS, "--task", "jsonl"], ["--model.path", ADDRESS], ["--reward.function", f"{ADDRESS}:f"]],
+    "convert": [[ADDRESS, "TARGET"], ["RUN", "TARGET"], ["RUN", ADDRESS]],
+    "reward": [["--reward.function", f"{ADDRESS}:f", "--data.path", ADDRESS]],
+    "simulate": [["--config", ADDRESS], ["--lengths", ADDRESS]],
+    "gateway": [[ADDRESS], ["--model.path", ADDRESS, "--model.device", ADDRESS]],
+    "train-reward-model": [["--data.path", ADDRESS], ["--model.path", ADDRESS]],
+}
+
+
+@pytest.mark.parametrize(("program", "number"), [(name, i) for name, cases in READING.items() for i in range(len(cases))])
+def test_an_error_of_a_program_that_reads_shows_no_secret(
+    program: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    (run / "rl" / "trajectories").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"command": TOLD, "task": TOLD}))
+    (run / "config.json").write_text(json.dumps({"task": TOLD, TOLD: 1}))
+    (run / "rl" / "metrics.jsonl").write_text(f"{TOLD}\n")
+    (run / "rl" / "trajectories" / "step_0000.jsonl").write_text(f'{{"sample": "{TOLD}"}}\n')
+    (run / "warnings.jsonl").write_text(f'{{"{TOLD}": 1\n')
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    given = [word.replace("RUN", str(run)).replace("TARGET", str(tmp_path / "target")) for word in READING[program][number]]
+    try:
+        status = main([program, *given])
+    except SystemExit as error:  # of the parser
+        status = error.code
+    told = capsys.readouterr()
+    assert status not in (0, None), told
+    assert told.err or told.out
+    assert [secret for secret in ALL if secret in told.out + told.err] == [], told

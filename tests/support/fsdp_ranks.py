@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import trio
 from rank_processes import record_updates
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -42,9 +43,11 @@ from rollouts.backends.fsdp.factory import (
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.ranks.distributed import barrier, init_distributed, leave_distributed
 from rollouts.batches import plan_sharded_microbatches, select_rows
+from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError
 from rollouts.testing import create_tiny_model
+from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.steps import merge_step_metrics
 from rollouts.types import Sample
 
@@ -246,6 +249,60 @@ def run_state(ranks):
     return found
 
 
+def add_to_loss(outputs, batch, value):
+    """The loss of SFT plus a constant: its gradient is as it was."""
+    found = sft_loss(outputs, batch)
+    return found._replace(loss=found.loss + value)
+
+
+def spoil(policy, kind):
+    """Make a number bad on this rank alone, after a forward_backward: of the gradient, or of a parameter."""
+    parameter = next(p for p in policy.model.parameters() if p.grad is not None and p.to_local().numel())
+    (parameter.grad if kind == "gradient" else parameter.data).to_local().view(-1)[0] = float("nan")
+
+
+def run_bad(ranks):
+    """Let a number go bad on rank 1 alone. Returns, by kind and policy: metrics or error, counts, whether the weights are as before."""
+    found = {}
+    batch = draw_step(0)
+    batch = replace(batch, loss_weights=token_mean(batch))
+    for kind, action in (("gradient", "skip"), ("gradient", "stop"), ("loss", "skip"), ("loss", "stop"), ("parameter", "")):
+        policy_of = {} if kind == "parameter" else {"bad_numbers": BadNumbers(**{kind: action})}
+        policy = create_fsdp_backend(make_model(), **SETTINGS, **policy_of, ranks=ranks)
+        before = policy.get_weights().value
+        own = float("inf") if kind == "loss" and ranks.rank == 1 else 0.0
+        policy.forward_backward(batch, partial(add_to_loss, value=own))
+        if kind != "loss" and ranks.rank == 1:
+            spoil(policy, kind)
+        entry = found[f"{kind} {action}"] = {}
+        try:
+            entry["metrics"] = {name: repr(value) for name, value in policy.optim_step().value.items()}
+        except BackendError as error:
+            entry["error"] = [type(error).__name__, str(error)]
+        entry["counts"] = [policy.counts.num_updates, policy.counts.num_skipped_in_a_row]
+        if kind != "parameter":
+            after = policy.get_weights().value
+            entry["same weights"] = all(torch.equal(after[name], before[name]) for name in before)
+    for action in ("drop", "skip", "stop"):
+        policy = create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks)
+        entry = found[f"log_prob {action}"] = {}
+        try:
+            entry["metrics"] = {name: repr(value) for name, value in train_with_bad_row(policy, BadNumbers(log_prob=action)).items()}
+        except BackendError as error:
+            entry["error"] = [type(error).__name__, str(error)]
+        entry["counts"] = [policy.counts.num_updates, policy.counts.num_skipped_in_a_row]
+    return found
+
+
+def train_with_bad_row(backend, policy):
+    """Train on a batch of RL of which the engine's log-prob of one token, of a row of one rank, is -inf."""
+    batch = draw_step(0)
+    log_probs = batch.rollout_log_probs.clone()
+    log_probs[5, 1] = float("-inf")
+    batch = replace(batch, rollout_log_probs=log_probs)
+    return trio.run(train_on_rollouts, backend, batch, grpo(), UpdatePlan(max_tokens_per_microbatch=MAX_TOKENS, bad_numbers=policy))
+
+
 def run_pairs(ranks):
     """A reward model on pairs, of which the ranks get 2 and 1."""
     batch = draw_step(0)
@@ -302,6 +359,7 @@ def main(folder: Path, num_steps: int, names: Sequence[str], *, all_checks: bool
     found = {"algorithms": run_algorithms(ranks, num_steps, names)}
     if all_checks:
         found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks), "records": run_records(ranks)}
+        found["bad"] = run_bad(ranks)
         found["late"] = run_late(ranks, folder)
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
     barrier(ranks)
