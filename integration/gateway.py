@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from integration.closed_stdout import ignore_closed_stdout
@@ -43,6 +44,9 @@ In code, rollouts.open_gateway gives the training samples of sessions.
   --max-in-flight N      completions at a time; further requests wait (default: 1024)
   --timeout-s SECONDS    time for a request, waiting included; 0 = no limit (default: 600)
   --idle-s SECONDS       time without a request after which a session is forgotten; 0 = never (default: 3600)
+  --cassette FILE        recorded sessions: a request that is in the recording of its session is answered from there, others by MODEL;
+                         without MODEL there is no engine, and the first difference is an error that shows it (default: none)
+  --record FILE          new file to record sessions into, those of --cassette included (default: none)
   --seed N               seed of sampling where a request has none, and of the built-in model (default: 0)
   --help                 this help
 
@@ -55,7 +59,7 @@ example:
 class _Arguments:
     """The command line."""
 
-    model: str | None
+    model: str | None  # None = the built-in one, or, with a cassette, none
     device: str
     tokenizer: str | None
     settings: dict[str, Any]  # fields of a GatewayConfig
@@ -74,7 +78,7 @@ def parse(argv: Sequence[str]) -> _Arguments:
     parser.add_argument("--model.path", dest="path")
     parser.add_argument("--model.device", dest="device", default="auto")
     parser.add_argument("--chat", choices=("yes", "no"))
-    for name in ("--tokenizer", "--token-variable"):
+    for name in ("--tokenizer", "--token-variable", "--cassette", "--record"):
         parser.add_argument(name)
     parser.add_argument("--host", default="127.0.0.1")
     for name, default in (("--port", 0), ("--max-tokens", 256), ("--max-in-flight", 1024), ("--seed", 0)):
@@ -97,6 +101,8 @@ def parse(argv: Sequence[str]) -> _Arguments:
         "max_in_flight": given.max_in_flight,
         "timeout_s": given.timeout_s or None,
         "idle_s": given.idle_s or None,
+        "cassette": given.cassette,
+        "record": given.record,
         "records_unnamed": False,
         "seed": given.seed,
     }
@@ -111,25 +117,31 @@ def parse(argv: Sequence[str]) -> _Arguments:
 
 
 @asynccontextmanager
-async def open_model(command: _Arguments) -> AsyncGenerator[tuple[InferenceEngine, Any]]:
-    """Open the engine of the model, with its tokenizer. Raises ConfigError, EngineError."""
+async def open_model(command: _Arguments) -> AsyncGenerator[tuple[Sequence[InferenceEngine], Any]]:
+    """Open the engine of the model, or none, with its tokenizer. Raises ConfigError, EngineError."""
     from integration.eval.subjects import find_subject, fit_config, load_subject_tokenizer, open_subject
     from integration.parts.engines import create_embedded_engine
     from integration.parts.models import create_model
     from integration.settings.config import Config
     from integration.settings.sections import ModelSection
+    from rollouts.chat.char_tokenizer import create_char_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     config = Config(seed=command.seed, model=ModelSection(device=command.device))
+    if command.model is None and command.settings["cassette"] is not None:
+        named = command.tokenizer
+        yield (), create_char_tokenizer(config.model.vocab_size) if named is None else load_tokenizer(Path(named))
+        return
     if command.model is None:
         model, tokenizer = create_model(config)
         async with create_embedded_engine(config, model, tokenizer, is_trained=False) as engine:
-            yield engine, tokenizer
+            yield (engine,), tokenizer
         return
     subject = find_subject(command.model, config, command.tokenizer)
     fitted = fit_config(config, subject)
     tokenizer = load_subject_tokenizer(fitted, subject)
     async with open_subject(fitted, subject, tokenizer, os.environ) as engine:
-        yield engine, tokenizer
+        yield (engine,), tokenizer
 
 
 async def serve(command: _Arguments) -> None:
@@ -140,7 +152,7 @@ async def serve(command: _Arguments) -> None:
     from rollouts.types import SamplingParams
 
     config = GatewayConfig(params=SamplingParams(max_tokens=command.max_tokens), **command.settings)
-    async with open_model(command) as (engine, tokenizer), open_gateway(engine, tokenizer, config) as gateway:
+    async with open_model(command) as (engines, tokenizer), open_gateway(engines, tokenizer, config) as gateway:
         print(gateway.url(), flush=True)
         await trio.sleep_forever()
 
@@ -160,7 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _name_as_typed(message: str) -> str:
     """Return the message of an error with the options of this command for the settings of the library."""
-    for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight"):
+    message = message.replace("GatewayConfig.cassette", "--cassette").replace(" (GatewayConfig.record)", "")
+    for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight", "record"):
         message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
     return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
 

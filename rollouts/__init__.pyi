@@ -18,6 +18,7 @@ from .errors import (
     GenerationError as GenerationError,
     GenerationTimeout as GenerationTimeout,
     OutputError as OutputError,
+    ReplayError as ReplayError,
     RewardError as RewardError,
     RolloutsError as RolloutsError,
     SandboxError as SandboxError,

@@ -21,6 +21,7 @@
         ├── EngineRequestError             a request that no engine can answer, refused before it was sent
         │   └── EngineContextError         its prompt does not fit into the engine's context
         ├── EngineTimeout                  no answer within the deadline
+        ├── ReplayError                    a request that differs from a recorded session, where no engine could answer it
         ├── EngineStatusError              an HTTP error status, with url and body
         └── EngineProtocolError            an answer with another shape or meaning than the protocol's
 
@@ -152,6 +153,10 @@ class EngineContextError(EngineRequestError):
 
 class EngineTimeout(EngineError):
     """An engine did not answer within its deadline."""
+
+
+class ReplayError(EngineError):
+    """A request differs from the recorded session that it is part of, and the gateway has no engine to answer it."""
 
 
 class EngineStatusError(EngineError):

@@ -34,10 +34,11 @@ from rollouts.config import RewardConfig, check_choice, check_count, check_posit
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, EpisodeError, GenerationError, locate_error, raise_single_errors, redact
+from rollouts.errors import EpisodeError, GenerationError, locate_error, raise_single_errors, redact
+from rollouts.gateway.cassettes.tapes import find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.processes import run_program, split_command
-from rollouts.gateway.server import Gateway, open_gateway
+from rollouts.gateway.server import Gateway, serve_sessions
 from rollouts.gateway.sessions import Session
 from rollouts.generation.contract import is_finished, note_request
 from rollouts.outcomes import EpisodeOutcome, Failure, RewardDetails, StopReason
@@ -137,7 +138,7 @@ def create_agent_generate_fn(
 
     Args:
         program: a command, whose text is split as a shell does; or a function of an AgentTask. See the module's docstring.
-        engines: at least one. The prompt with index i goes to engine i % len(engines).
+        engines: at least one, or () with gateway.cassette. The prompt with index i goes to engine i % len(engines).
         tokenizer: the engines' tokenizer.
         params: sampling of all answers, whatever programs ask for; max_tokens is the most of each answer.
         reward_fn: Sample -> reward of finished runs, also of those that report one, but not of those that have config.failed_reward; None =
@@ -148,7 +149,7 @@ def create_agent_generate_fn(
         num_greedy: greedy runs in addition to the n of each call; the same as RolloutConfig.n_baseline_samples.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group.
-    Raises: ConfigError if there is no engine, or no command, or the gateway has a port.
+    Raises: ConfigError if there is no engine, or no command, or the gateway has a port; DataError for a cassette that cannot be used.
     """
     config, gateway = config or AgentConfig(), gateway or GatewayConfig()
     advice = "0, any free one: each group of samples has a gateway of its own"
@@ -181,9 +182,8 @@ class AgentGenerateFn:
         gateway: GatewayConfig,
         num_greedy: int,
     ) -> None:
-        if not engines:
-            raise ConfigError("there are no engines to sample with (found 0): pass at least one")
-        self._program, self._engines, self._tokenizer, self._reward_fn = program, engines, tokenizer, reward_fn
+        self._program, self._engines, self._tokenizer, self._reward_fn = program, find_engines(engines, gateway), tokenizer, reward_fn
+        self._tapes = open_tapes(gateway)
         self._config, self._gateway, self._num_greedy = config, gateway, num_greedy
         self._limiter = trio.CapacityLimiter(config.max_programs)
         self._counts: Counter[str] = Counter()
@@ -192,7 +192,7 @@ class AgentGenerateFn:
         """Return the group of a prompt; see generation/contract.py. Unfinished runs of `partial` are begun anew."""
         group = list(partial or create_pending_group(prompt, n, num_baseline=self._num_greedy))
         engine = self._engines[prompt.index % len(self._engines)]
-        async with open_gateway(engine, self._tokenizer, self._gateway) as gateway:
+        async with serve_sessions((engine,), self._tokenizer, self._gateway, self._tapes) as gateway:
 
             async def run(k: int) -> None:
                 group[k] = await self._run(gateway, prompt, k, group[k])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rollouts.config import check_choice, check_positive, check_setting
@@ -36,6 +37,10 @@ class GatewayConfig:
     # whether requests that no path (/sessions/KEY) and no TOKEN:KEY gives a session are recorded, in that of their API key; False = each is
     # answered by itself and nothing of it is kept
     records_unnamed: bool = True
+    # file of recorded sessions: a request that is in the recording of its session is answered from there; others by the engine, or, if
+    # there is none, with an error that shows the first difference. None = no such file
+    cassette: Path | str | None = None
+    record: Path | str | None = None  # new file to record sessions into, those of `cassette` included; None = none
     idle_s: float | None = None  # seconds without a request after which a session is forgotten with its answers; None = never
     max_in_flight: int = 1024  # completions that the engines work on at once; further requests wait
     max_waiting: int = 4096  # completions that may wait; further ones get status 429

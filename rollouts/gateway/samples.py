@@ -22,12 +22,13 @@ Rows: TypeAlias = Literal["session", "contexts"]
 def order_contexts(answers: Sequence[Answer]) -> tuple[tuple[Answer, ...], ...]:
     """Return the contexts of a session's answers: chains of answers that each extend the one before. Every answer is in exactly one."""
     children: dict[int, list[Answer]] = {}
+    answers = sorted(answers, key=lambda answer: answer.number)
     for answer in answers:
         if answer.parent is not None and not answer.begins_context:
             children.setdefault(answer.parent.number, []).append(answer)
     placed: set[int] = set()
     contexts: list[tuple[Answer, ...]] = []
-    for first in sorted(answers, key=lambda answer: answer.number):
+    for first in answers:
         if first.number in placed:
             continue
         chain, following = [first], children.get(first.number)

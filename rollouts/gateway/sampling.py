@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollouts.engines.protocol import InferenceEngine, with_kept_tokens
-from rollouts.errors import EngineContextError, EngineError, EngineProtocolError, EngineRequestError, EngineTimeout, redact
+from rollouts.errors import EngineContextError, EngineError, EngineProtocolError, EngineRequestError, EngineTimeout, ReplayError, redact
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.refusals import Refusal
 from rollouts.gateway.requests import Wishes
@@ -29,6 +29,9 @@ def refuse_engine_errors(session: Session) -> Generator[None]:
         raise Refusal(400, redact(str(error)), param="messages", code="context_length_exceeded") from None
     except EngineRequestError as error:
         raise Refusal(400, redact(str(error)), code="invalid_request") from None
+    except ReplayError as error:  # not 409, which clients send again
+        session.note_failure(error)
+        raise Refusal(400, str(error), code="cassette_ended") from None
     except EngineError as error:
         session.note_failure(error)
         status = 504 if isinstance(error, EngineTimeout) else 502

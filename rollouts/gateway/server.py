@@ -9,7 +9,6 @@ async with open_gateway(engine, tokenizer) as gateway:
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,35 +22,23 @@ import h11
 import trio
 
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    flatten_errors,
-    raise_single_errors,
-)
-from rollouts.gateway.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
+from rollouts.errors import ConfigError, flatten_errors, raise_single_errors
+from rollouts.gateway.answering import Answerer, Prepared
+from rollouts.gateway.cassettes.tapes import Tapes, find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
-from rollouts.gateway.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
 from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
 from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
-from rollouts.gateway.formats import Formats, check_usable
+from rollouts.gateway.http.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
+from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.refusals import Refusal, parse_body
-from rollouts.gateway.requests import Answered, GatewayRequest, Reply
+from rollouts.gateway.requests import Answered, GatewayRequest
 from rollouts.gateway.samples import Rows, answers_to_samples
-from rollouts.gateway.sampling import (
-    check_temperature,
-    choose_params,
-    choose_seeds,
-    refuse_engine_errors,
-    refuse_faults,
-    sample_whole,
-)
-from rollouts.gateway.sessions import Plan, Session, plan_messages, plan_text
+from rollouts.gateway.sampling import refuse_faults
+from rollouts.gateway.sessions import Session
 from rollouts.outcomes import StopReason
-from rollouts.types import Completion, Sample, SamplingParams
+from rollouts.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,22 +58,18 @@ _logger = logging.getLogger(__name__)
 class Gateway:
     """State of a gateway: its sessions, its formats and its places for requests. Made by open_gateway."""
 
-    def __init__(self, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: GatewayConfig) -> None:
-        """Args: see open_gateway."""
+    def __init__(
+        self, engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: GatewayConfig, tapes: Tapes | None = None
+    ) -> None:
+        """Args: see open_gateway. tapes: cassettes of sessions; None = there are none."""
         self.config = config
         self.port = config.port
-        self._engines = tuple(engines)
-        self._tokenizer = tokenizer
-        self._formats = Formats(tokenizer, config)
+        self._engines, self._tapes = tuple(engines), tapes
+        self._answerer = Answerer(tokenizer, config)
         self._sessions: dict[str, Session] = {}
-        self._limiter = trio.CapacityLimiter(config.max_in_flight)
-        self._num_asked = 0  # completions in flight and waiting: also those whose task has not come to the limiter yet
         self._numbers = count()  # for sessions without a key
-        self._request_numbers = count()
         self._name = uuid4().hex[:8]  # in ids of requests: an engine may serve several gateways
         self._counts: Counter[str] = Counter()
-        if self._formats.uses_chat:
-            check_usable(self._formats)
 
     def url(self, session: str | None = None, *, api: str = "openai") -> str:
         """Return the base address for a client: of OpenAI's (with /v1) or Anthropic's (api="anthropic", without).
@@ -112,6 +95,7 @@ class Gateway:
         """
         number = next(self._numbers)
         options.setdefault("seed", number if key is None else int.from_bytes(key.encode(), "big"))
+        name = f"seed-{options['seed']}" if key is None else key  # a key that nobody can guess is in no file
         key = uuid4().hex if key is None else key
         check_key(key)
         if key in self._sessions:
@@ -120,6 +104,7 @@ class Gateway:
             key=key,
             request_prefix=f"{self._name}-{number}",
             engine=self._engines[number % len(self._engines)] if engine is None else engine,
+            tape=None if self._tapes is None else self._tapes.open(name),
             **options,
         )
         self._sessions[key] = session
@@ -145,13 +130,28 @@ class Gateway:
 
         Raises: ConfigError if there is no such session.
         """
-        found = self._sessions.pop(session, None)
-        if found is None:
-            raise ConfigError(f"the gateway has no session {session!r}; open ones are {sorted(self._sessions)[:20]}")
+        found = self._find_open(session)
+        del self._sessions[session]
         found.close()
         self._counts.update(found.counts)
         reason = stop_reason or (StopReason.MAX_TURNS if found.is_spent else StopReason.AGENT)
         return answers_to_samples(tuple(found.answers.values()), pending, rows=rows, stop_reason=reason)
+
+    def find_difference(self, session: str) -> str | None:
+        """Return the first difference between an open session and its recording in GatewayConfig.cassette; None = there is none so far.
+
+        A recorded request that was not sent is one, too. Raises ConfigError if there is no such session, or no cassette.
+        """
+        found = self._find_open(session)
+        if found.tape is None or self.config.cassette is None:
+            raise ConfigError("the gateway replays no recording: give it one with GatewayConfig.cassette (--cassette)")
+        return found.tape.find_difference()
+
+    def _find_open(self, session: str) -> Session:
+        found = self._sessions.get(session)
+        if found is None:
+            raise ConfigError(f"the gateway has no session {session!r}; open ones are {sorted(self._sessions)[:20]}")
+        return found
 
     def count(self) -> Mapping[str, int]:
         """Return counts over all sessions: num_requests, num_cancelled, num_undelivered, num_refused, num_sessions, num_in_flight."""
@@ -159,7 +159,7 @@ class Gateway:
         for session in self._sessions.values():
             total.update(session.counts)
         total["num_sessions"] = len(self._sessions)
-        total["num_in_flight"] = self._limiter.borrowed_tokens
+        total["num_in_flight"] = self._answerer.num_in_flight
         return dict(total)
 
     async def forget_idle(self) -> None:
@@ -225,16 +225,16 @@ class Gateway:
 
     async def _reply(self, dialect: Dialect, session: Session, request: GatewayRequest) -> HTTPResponse | HTTPEvents:
         """Return the answer to a request for completions. Raises Refusal."""
-        plan, params = self._plan(session, request)
+        prepared = self._answerer.prepare(session, request)
         if request.is_dry:
-            return HTTPResponse(body=dump({"input_tokens": len(plan.tokens)}).encode())
+            return HTTPResponse(body=dump({"input_tokens": len(prepared.plan.tokens)}).encode())
         if request.stream:
             return HTTPEvents(
-                produce=partial(self._stream, dialect, session, request, plan, params),
+                produce=partial(self._stream, dialect, session, prepared),
                 refuse=partial(_refuse, write=dialect.write_refusal),
                 describe=dialect.write_late_refusal,
             )
-        answered = await self._answer(session, request, plan, params)
+        answered = await self._answerer.answer(session, prepared)
         try:
             body = dump(dialect.write(request, answered)).encode()
         except BaseException:
@@ -288,103 +288,7 @@ class Gateway:
             return HTTPResponse(body=dump({"status": "ok", **self.count()}).encode())
         raise Refusal(404, f"{http.method} {path[:100]} is nothing that this gateway serves: {', '.join(DIALECTS)}", code="not_found")
 
-    def _plan(self, session: Session, request: GatewayRequest) -> tuple[Plan, SamplingParams]:
-        """Return prompt and sampling of a request, everything checked that can be before it is sent."""
-        try:
-            if request.prompt is not None:
-                conversation = self._formats.text_format
-                plan = plan_text(session, conversation, request.prompt)
-            else:
-                root, conversation = self._formats.find(request.tools)
-                plan = plan_messages(session, conversation, root, request.messages, show=self._formats.show)
-        except DataError as error:
-            where = "messages" if request.prompt is None else "prompt"
-            raise Refusal(400, f"{where}: {error}", param=where, code="invalid_value") from None
-        if not plan.tokens:
-            raise Refusal(400, "messages: they have no tokens, and a model needs one to go on from", param="messages", code="invalid_value")
-        eos: Any = self._tokenizer.eos_token_id
-        params = choose_params(self.config, session.params or self.config.params, request.wishes, conversation.end_of_turn, eos)
-        if not request.is_dry:
-            self._check_limits(session, request.wishes.n)
-            check_temperature(session, params)
-        return plan, params
-
-    def _check_limits(self, session: Session, n: int) -> None:
-        if session.max_answers is not None and len(session.answers) + session.num_in_flight + n > session.max_answers:
-            session.is_spent = True
-            raise Refusal(403, f"the session has had its {session.max_answers} answers", code="session_limit_reached")
-        if session.max_tokens is not None and session.num_sampled >= session.max_tokens:
-            session.is_spent = True
-            raise Refusal(403, f"the session has had its {session.max_tokens} sampled tokens", code="session_limit_reached")
-
-    def _check_places(self, n: int) -> None:
-        waiting = self._num_asked - self.config.max_in_flight
-        if waiting >= 0 and waiting + n > self.config.max_waiting:
-            raise Refusal(
-                429, f"{waiting} completions are waiting already (GatewayConfig.max_waiting); try again later", code="too_many_requests"
-            )
-
-    async def _answer(self, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams) -> Answered:
-        """Sample and record the answers to a request. Raises Refusal."""
-        self._check_places(request.wishes.n)
-        session.counts["num_requests"] += 1
-        name = f"{session.request_prefix}-{next(self._request_numbers)}"
-        seeds = choose_seeds(self.config, session, request.wishes, plan.tokens)
-        found: list[Any] = [None] * len(seeds)
-        errors: list[EngineError | Refusal] = []
-
-        async def sample(k: int, scope: trio.CancelScope) -> None:
-            try:
-                async with self._limiter:
-                    found[k] = await sample_whole(session, plan.tokens, params.new(seed=seeds[k]), f"{name}-{k}")
-            except (EngineError, Refusal) as error:  # several may fail at the same moment, and the request has one refusal
-                errors.append(error)
-                scope.cancel()
-
-        scope = trio.CancelScope()
-        if self.config.timeout_s is not None:
-            scope.deadline = trio.current_time() + self.config.timeout_s
-        session.enter(scope, len(seeds))
-        self._num_asked += len(seeds)
-        done = False
-        try:
-            with refuse_engine_errors(session), scope:
-                with raise_single_errors():
-                    async with trio.open_nursery() as nursery:
-                        for k in range(len(seeds)):
-                            nursery.start_soon(sample, k, nursery.cancel_scope)
-                if errors:
-                    raise errors[0]
-                done = True
-        except (trio.Cancelled, BaseExceptionGroup):
-            session.counts["num_cancelled"] += 1
-            raise
-        finally:
-            session.leave(scope)
-            self._num_asked -= len(seeds)
-        if session.is_closed:
-            raise Refusal(410, "the session has ended", code="session_ended")
-        if not done:
-            raise Refusal(504, f"there was no answer within {self.config.timeout_s:g} s (GatewayConfig.timeout_s)", code="timeout")
-        first = session.num_recorded
-        try:
-            replies = tuple(self._record(session, request, plan, completion) for completion in found)
-        except BaseException:
-            session.forget(range(first, session.num_recorded))
-            raise
-        return Answered(id=name, created=int(time.time()), replies=replies)
-
-    def _record(self, session: Session, request: GatewayRequest, plan: Plan, completion: Completion) -> Reply:
-        conversation = self._formats.text_format if request.prompt is not None else self._formats.find(request.tools)[1]
-        text = conversation.decode_answer(completion.output_tokens)
-        answer = session.record(plan, completion, text)
-        reply = self._formats.write_reply(request, completion, text, answer.number)
-        session.note_reply(plan, answer, reply)
-        return reply
-
-    async def _stream(
-        self, dialect: Dialect, session: Session, request: GatewayRequest, plan: Plan, params: SamplingParams, send: SendText
-    ) -> None:
+    async def _stream(self, dialect: Dialect, session: Session, prepared: Prepared, send: SendText) -> None:
         """Send an answer as events; comments while there is none yet, so that clients and proxies keep the connection."""
         answered: Answered | None = None
         sending = trio.Lock()  # a comment is sent whole or not at all
@@ -393,11 +297,11 @@ class Gateway:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_ping, send, self.config.ping_s, sending)
                     with refuse_faults(session):
-                        answered = await self._answer(session, request, plan, params)
+                        answered = await self._answerer.answer(session, prepared)
                     async with sending:
                         nursery.cancel_scope.cancel()
             with refuse_faults(session):
-                text = "".join(f"{event}\n\n" for event in dialect.write_events(request, answered))
+                text = "".join(f"{event}\n\n" for event in dialect.write_events(prepared.request, answered))
             await send(text)
         except BaseException:
             session.forget(() if answered is None else answered.numbers)
@@ -414,19 +318,27 @@ async def open_gateway(
     """Serve an engine until the block ends; requests in flight are then cancelled.
 
     Args:
-        engine: any InferenceEngine, a fleet included; or several, whose sessions take turns.
+        engine: any InferenceEngine, a fleet included; or several, whose sessions take turns; or (), with config.cassette, for none.
         tokenizer: the engine's.
         config: settings; None = GatewayConfig(**settings).
         settings: fields of GatewayConfig, instead of config.
 
-    Raises: ConfigError for settings that cannot be used, such as an address that is taken; DataError for a chat template that cannot.
+    Raises: ConfigError for settings that cannot be used, such as an address that is taken; DataError for a chat template or a cassette that
+        cannot; OutputError for a file of config.record that cannot be written.
     """
     assert config is None or not settings, "pass a config or settings, not both"
     config = config or GatewayConfig(**settings)
     engines: Sequence[InferenceEngine] = engine if isinstance(engine, Sequence) else (engine,)
-    if not engines:
-        raise ConfigError("the gateway was given no engine: pass at least one")
-    gateway = Gateway(engines, tokenizer, config)
+    async with serve_sessions(find_engines(engines, config), tokenizer, config, open_tapes(config)) as gateway:
+        yield gateway
+
+
+@asynccontextmanager
+async def serve_sessions(
+    engines: Sequence[InferenceEngine], tokenizer: PreTrainedTokenizerBase, config: GatewayConfig, tapes: Tapes | None
+) -> AsyncGenerator[Gateway]:
+    """Serve engines until the block ends, with cassettes that other gateways may use, too. Raises ConfigError, DataError."""
+    gateway = Gateway(engines, tokenizer, config, tapes)
     try:
         listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=4096)
     except OSError as error:

@@ -13,15 +13,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import EngineError
+from rollouts.gateway.known_texts import KnownTexts
 from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
 from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
+
+if TYPE_CHECKING:
+    from rollouts.gateway.cassettes.tapes import Tape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +74,7 @@ class Plan:
     root: str = ""  # conversations with other tools are not compared
     prompt_text: str = ""  # text of a plain prompt
     rendered: str = ""  # text of the history, as the format renders it
+    num_known: int = 0  # messages, or characters or tokens of a plain prompt, that the parent's history has, its answer included
 
 
 class _Place:
@@ -94,6 +99,7 @@ class Session:
     max_tokens: int | None = None  # most sampled tokens, checked before each request; None = no limit
     note_request: Callable[[str], Any] | None = None  # called with the id of each request to the engine
     params: SamplingParams | None = None  # sampling where a request says nothing; None = the gateway's
+    tape: Tape | None = None  # its part of the cassettes; None = there are none
     is_interruptible: bool = False  # whether an aborted request ends the session; False = the gateway sends it again with its tokens
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
     counts: Counter[str] = field(default_factory=Counter[str])  # num_requests, num_cancelled, num_undelivered, num_refused
@@ -109,12 +115,13 @@ class Session:
     _scopes: dict[trio.CancelScope, int] = field(default_factory=dict[trio.CancelScope, int])  # answers that each request waits for
     _rendered: dict[int, str] = field(default_factory=dict[int, str])  # texts before answers that nothing extends yet, by number
     _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
-    _num_answers: int = 0
+    _texts: KnownTexts[Answer] = field(default_factory=KnownTexts[Any])  # plain prompts that are texts, with their answers
+    _contexts: KnownTexts[Answer] = field(default_factory=KnownTexts[Any])  # tokens of all plain prompts, with those of their answers
+    _num_answers: int = 0  # number of the next answer that the engine samples
 
-    @property
-    def num_recorded(self) -> int:
-        """Number of answers so far, forgotten ones included: the number of the next one."""
-        return self._num_answers
+    def __post_init__(self) -> None:
+        if self.tape is not None:
+            self._num_answers = self.tape.first_free
 
     @property
     def num_sampled(self) -> int:
@@ -178,27 +185,16 @@ class Session:
                 found, depth = place.answer, k + 1
         return found, depth
 
-    def find_text(self, prompt: str | Sequence[int]) -> Answer | None:
+    def find_text(self, prompt: str | tuple[int, ...]) -> Answer | None:
         """Return the answer to a plain prompt that this longer prompt begins with, that answer included; the longest one."""
-        found, longest = None, 0
-        for answer in self.answers.values():
-            if answer.messages:
-                continue
-            if isinstance(prompt, str):
-                whole: Sequence[Any] = answer.prompt_text + answer.text if answer.prompt_text else ""
-                fits = bool(whole) and prompt.startswith(str(whole))
-            else:
-                whole = answer.collect_context()
-                fits = tuple(prompt[: len(whole)]) == whole
-            if fits and len(whole) >= longest and len(prompt) > len(whole):
-                found, longest = answer, len(whole)
-        return found
+        known = self._texts if isinstance(prompt, str) else self._contexts
+        return known.find(prompt, lambda answer: answer.number in self.answers)
 
-    def record(self, plan: Plan, completion: Completion, text: str) -> Answer:
-        """Record a completion, exactly as it was sampled."""
+    def record(self, plan: Plan, completion: Completion, text: str, number: int | None = None) -> Answer:
+        """Record a completion, exactly as it was sampled. number: its place among the answers; None = the next one."""
         message = (Message(role="assistant", content=text),) if plan.messages else ()
         answer = Answer(
-            number=self._num_answers,
+            number=self._num_answers if number is None else number,
             parent=plan.parent,
             begins_context=plan.begins_context,
             given=plan.given,
@@ -216,10 +212,14 @@ class Session:
             truncated_sampling=completion.truncated_sampling,
             log_prob_kind=completion.log_prob_kind,
         )
-        self._num_answers += 1
+        self._num_answers = max(self._num_answers, answer.number + 1)
         if plan.rendered:
             self._rendered[answer.number] = plan.rendered
         self.answers[answer.number] = answer
+        if not plan.messages:
+            self._contexts.add(plan.tokens + completion.output_tokens, answer)
+            if plan.prompt_text:
+                self._texts.add(plan.prompt_text + text, answer)
         return answer
 
     def take_rendered(self, conversation: ConversationFormat, answer: Answer) -> str:
@@ -238,10 +238,13 @@ class Session:
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Leave out answers that could not be sent: no program has seen them."""
-        for number in numbers:
+        lost = tuple(numbers)
+        for number in lost:
             self._rendered.pop(number, None)
             if self.answers.pop(number, None) is not None:
                 self.counts["num_undelivered"] += 1
+        if self.tape is not None:
+            self.tape.forget(lost)
 
 
 def plan_messages(
@@ -285,6 +288,7 @@ def plan_messages(
         tokens=(),
         path=path,
         root=root,
+        num_known=depth,
     )
     found = conversation.extend(session.take_rendered(conversation, parent), parent.messages, added)
     if isinstance(found, Rewriting):
@@ -304,8 +308,7 @@ def plan_text(session: Session, conversation: ConversationFormat, prompt: str | 
         tokens = conversation.tokenize_opening(prompt) if isinstance(prompt, str) else prompt
         return Plan(parent=None, begins_context=True, given=tokens, added=(), messages=(), tokens=tokens, prompt_text=text)
     context = parent.collect_context()
-    if isinstance(prompt, str):
-        given = conversation.tokenize(prompt[len(parent.prompt_text) + len(parent.text) :])
-    else:
-        given = prompt[len(context) :]
-    return Plan(parent=parent, begins_context=False, given=given, added=(), messages=(), tokens=(*context, *given), prompt_text=text)
+    known = len(parent.prompt_text) + len(parent.text) if isinstance(prompt, str) else len(context)
+    given = conversation.tokenize(prompt[known:]) if isinstance(prompt, str) else prompt[known:]
+    tokens = (*context, *given)
+    return Plan(parent=parent, begins_context=False, given=given, added=(), messages=(), tokens=tokens, prompt_text=text, num_known=known)

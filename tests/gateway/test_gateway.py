@@ -526,20 +526,21 @@ async def test_answers_in_flight_count_for_the_limit_of_a_session():
 async def test_a_stream_that_is_cancelled_before_its_answer_is_sent_is_not_recorded(monkeypatch):
     engine = FakeEngine()
     async with open_gateway(engine, TOKENIZER) as gateway:
-        record = gateway._record
+        answerer = gateway._answerer
+        record = answerer._record
 
         def record_and_leave(session, *args):
             reply = record(session, *args)
             nursery.cancel_scope.cancel()  # the client leaves just now
             return reply
 
-        monkeypatch.setattr(gateway, "_record", record_and_leave)
+        monkeypatch.setattr(answerer, "_record", record_and_leave)
         session = gateway.open_session("a")
         request = DIALECTS["/v1/chat/completions"].read({"messages": [user("x")], "stream": True})
-        plan, params = gateway._plan(session, request)
+        prepared = answerer.prepare(session, request)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(gateway._stream, DIALECTS["/v1/chat/completions"], session, request, plan, params, None)
-        assert session.num_recorded == 1 and not session.answers
+            nursery.start_soon(gateway._stream, DIALECTS["/v1/chat/completions"], session, prepared, None)
+        assert session.counts["num_undelivered"] == 1 and not session.answers
 
 
 async def test_a_template_that_cannot_be_used_is_an_error_at_the_start():

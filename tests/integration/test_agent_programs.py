@@ -73,22 +73,45 @@ def test_the_command_refuses_other_machines_without_a_token(capsys: pytest.Captu
     assert serve(["--token-variable", "NOT_SET_ANYWHERE"]) == 2
 
 
-@pytest.mark.slow
-def test_the_command_serves_the_built_in_model_until_it_is_stopped():
-    command = [sys.executable, "-m", "integration.gateway", "--port", "0"]
-    asks = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+def test_the_command_names_its_options_in_what_is_wrong_with_a_cassette(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    there = tmp_path / "there.jsonl"
+    there.write_text("x\n")
+    assert serve(["--cassette", str(tmp_path / "none.jsonl")]) != 0
+    assert "name a file that --record wrote" in capsys.readouterr().err
+    assert serve(["--cassette", str(there)]) != 0
+    assert "line 1: it is not JSON" in capsys.readouterr().err
+    assert serve(["--record", str(there)]) != 0
+    assert "--record is" in capsys.readouterr().err
+
+
+def _ask_served(options: list[str], asks: dict[str, object]) -> httpx.Response:
+    """Start the command, ask a session of it, and stop it."""
+    command = [sys.executable, "-m", "integration.gateway", "--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
     ) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().strip()
+            url = process.stdout.readline().strip().replace("/v1", "/sessions/mine/v1")
             answer = httpx.post(f"{url}/chat/completions", json=asks, timeout=60)
-            assert answer.json()["usage"]["completion_tokens"] <= 3
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
         finally:
             process.kill()
+    return answer
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_built_in_model_until_it_is_stopped_and_replays_it_without_one(tmp_path: Path):
+    asks = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    tape = str(tmp_path / "tape.jsonl")
+    recorded = _ask_served(["--record", tape], asks).json()
+    assert recorded["usage"]["completion_tokens"] <= 3
+    replayed = _ask_served(["--cassette", tape], asks).json()
+    assert replayed["choices"] == recorded["choices"]
+    refused = _ask_served(["--cassette", tape], {**asks, "max_tokens": 4})
+    assert refused.status_code == 400
+    assert "max_tokens is 4, in the recording 3" in refused.json()["error"]["message"]
 
 
 def _heed_interrupts() -> None:

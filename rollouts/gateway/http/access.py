@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from rollouts.errors import ConfigError
-from rollouts.gateway.connections import HTTPRequest
+from rollouts.gateway.http.connections import HTTPRequest
 from rollouts.gateway.refusals import Refusal
 
 _KEY = re.compile(r"[A-Za-z0-9_.~-]{1,200}")

@@ -1,0 +1,212 @@
+"""Reader of cassettes: a file of JSON lines becomes the exchanges of its sessions, everything checked."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, cast, get_args
+
+from rollouts.errors import DataError
+from rollouts.gateway.cassettes.exchanges import FORMAT, USUAL, VERSION, Asked, Exchange, Plain, RecordedAnswer
+from rollouts.types import FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts
+
+Cassette: TypeAlias = "Mapping[tuple[str, int], tuple[Exchange, ...]]"
+"""Exchanges of the sessions of a file, by name and take, in the order of their answers."""
+
+
+class _Damage(Exception):
+    """Description of a line's fault."""
+
+
+@dataclass
+class _Session:
+    """Exchanges of a session that were read so far."""
+
+    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    answers: dict[int, tuple[Exchange, RecordedAnswer]] = field(default_factory=dict[int, tuple[Exchange, RecordedAnswer]])
+    forgotten: set[int] = field(default_factory=set[int])
+
+    def collect_context(self, number: int) -> tuple[int, ...]:
+        """Return the tokens of an answer's context, its own included."""
+        parts: list[tuple[int, ...]] = []
+        at: int | None = number
+        while at is not None:
+            exchange, answer = self.answers[at]
+            parts += (answer.tokens, exchange.given)
+            at = None if exchange.begins_context else exchange.extends
+        return tuple(token for part in reversed(parts) for token in part)
+
+
+def read_cassette(path: Path) -> Cassette:
+    """Return the sessions of a cassette.
+
+    Raises: DataError for a file that cannot be read, is none or is damaged, with the number of the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeError:
+        raise DataError(f"{path} is no cassette: it is not UTF-8") from None
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error}): name a file that --record wrote (GatewayConfig.record)"
+        ) from error
+    sessions: dict[tuple[str, int], _Session] = {}
+    number, is_cut = 0, lines.pop() != ""
+    if is_cut:
+        raise DataError(
+            f"{path}, line {len(lines) + 1}: the end of the line is missing, as of a recording that was killed: remove the line"
+        )
+    try:
+        for number, line in enumerate(lines, 1):
+            _read_line(_parse(line), sessions, is_first=number == 1)
+        if not lines:
+            raise _Damage("the file is empty")
+    except _Damage as damage:
+        raise DataError(f"{path}, line {max(number, 1)}: {damage}. The file is damaged, or no cassette as --record writes it") from None
+    return {name: _finish(session) for name, session in sessions.items()}
+
+
+def _parse(line: str) -> Mapping[str, Any]:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _Damage(f"it is not JSON ({str(error)[:100]})") from None
+    return _check(values, dict, "the line", "an object")
+
+
+def _read_line(values: Mapping[str, Any], sessions: dict[tuple[str, int], _Session], *, is_first: bool) -> None:
+    if is_first:
+        found = (values.get("format"), values.get("version"))
+        if found != (FORMAT, VERSION):
+            raise _Damage(f"format and version are {found!r:.100}, expected {(FORMAT, VERSION)}")
+        return
+    name, take = _take(values, "session", str), _take(values, "take", int)
+    session = sessions.setdefault((name, take), _Session())
+    if "forgotten" in values:
+        session.forgotten.update(_take_numbers(values, "forgotten"))
+        return
+    exchange = _read_exchange(values, session)
+    session.exchanges.append(exchange)
+    for answer in exchange.answers:
+        if answer.number in session.answers:
+            raise _Damage(f"there are two answers {answer.number} of session {name!r:.100}")
+        session.answers[answer.number] = (exchange, answer)
+
+
+def _read_exchange(values: Mapping[str, Any], session: _Session) -> Exchange:
+    extends = values.get("extends")
+    parent: tuple[Exchange, RecordedAnswer] | None = None
+    if extends is not None:
+        parent = session.answers.get(_check(extends, int, "extends", "a number"))
+        if parent is None:
+            raise _Damage(f"extends is {extends}, an answer that no line before has")
+    request = _take(values, "request", dict)
+    answers = tuple(_read_answer(_check(item, dict, "an answer", "an object")) for item in _take(values, "answers", list))
+    if not answers:
+        raise _Damage("answers is empty")
+    return Exchange(
+        asked=_read_asked(request, parent, session),
+        extends=extends,
+        begins_context=_take(values, "begins_context", bool),
+        given=_take_numbers(values, "given"),
+        answers=answers,
+    )
+
+
+def _read_asked(request: Mapping[str, Any], parent: tuple[Exchange, RecordedAnswer] | None, session: _Session) -> Asked:
+    sampling = {**USUAL, **_take(request, "sampling", dict)}
+    if sum(name in request for name in ("messages", "text", "tokens")) != 1:
+        raise _Damage("the request has not one of messages, text and tokens")
+    if "messages" not in request:
+        prompt: Plain = _take(request, "text", str) if "text" in request else _take_numbers(request, "tokens")
+        if parent is not None:
+            exchange, answer = parent
+            if isinstance(prompt, tuple):
+                prompt = (*session.collect_context(answer.number), *prompt)
+            elif isinstance(exchange.asked.prompt, str):
+                prompt = exchange.asked.prompt + answer.text + prompt
+            else:
+                raise _Damage(f"a text extends answer {answer.number}, whose request has no text")
+        return Asked(prompt=prompt, sampling=sampling)
+    messages = tuple(_read_message(item) for item in _take(request, "messages", list))
+    tools = tuple(_check(tool, dict, "a tool", "an object") for tool in request.get("tools") or ())
+    if parent is not None:
+        exchange, answer = parent
+        messages, tools = (*exchange.asked.messages, answer.message, *messages), exchange.asked.tools
+    return Asked(messages=messages, tools=tools, sampling=sampling)
+
+
+def _read_message(value: Any) -> Message:
+    try:
+        return Message.from_dict(_check(value, dict, "a message", "an object"))
+    except (AssertionError, DataError, KeyError, TypeError) as error:
+        raise _Damage(f"a message cannot be used: {str(error)[:200]}") from None
+
+
+def _read_answer(values: Mapping[str, Any]) -> RecordedAnswer:
+    tokens = _take_numbers(values, "tokens")
+    log_probs = tuple(_take(values, "log_probs", list))
+    if not all(type(value) in (int, float) and not math.isnan(value) for value in log_probs):
+        raise _Damage("log_probs has something that is no number")
+    versions = _take_numbers(values, "versions")
+    if not tokens or not len(tokens) == len(log_probs) == len(versions):
+        raise _Damage(
+            f"an answer has {len(tokens)} tokens, {len(log_probs)} log_probs and {len(versions)} versions, expected as many of each"
+        )
+    finish, kind = _take(values, "finish_reason", str), _take(values, "log_prob_kind", str)
+    if finish not in get_args(FinishReason) or kind not in get_args(LogProbKind):
+        raise _Damage(f"finish_reason and log_prob_kind are {finish!r:.50} and {kind!r:.50}")
+    temperature = values.get("temperature")
+    if type(temperature) not in (int, float):
+        raise _Damage(f"temperature is {temperature!r:.100}, expected a number")
+    return RecordedAnswer(
+        number=_take(values, "number", int),
+        message=_read_message(values.get("message")),
+        text=_take(values, "text", str),
+        tokens=tokens,
+        log_probs=tuple(map(float, log_probs)),
+        versions=versions,
+        finish_reason=cast("FinishReason", finish),
+        temperature=float(cast("float", temperature)),
+        truncated_sampling=_take(values, "truncated_sampling", bool),
+        log_prob_kind=cast("LogProbKind", kind),
+        routed_experts=_take_record(values, "routed_experts", RoutedExperts.from_dict),
+        kept_tokens=_take_record(values, "kept_tokens", KeptTokens.from_dict),
+    )
+
+
+def _take_record(values: Mapping[str, Any], name: str, of: Callable[[Mapping[str, Any]], Any]) -> Any:
+    value = values.get(name)
+    if value is None:
+        return None
+    try:
+        return of(_check(value, dict, name, "an object"))
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise _Damage(f"{name} cannot be used: {str(error)[:200]}") from None
+
+
+def _take_numbers(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    numbers = _take(values, name, list)
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise _Damage(f"{name} has something that is no number from 0")
+    return tuple(numbers)
+
+
+def _take(values: Mapping[str, Any], name: str, kind: type) -> Any:
+    names = {str: "a text", int: "a number", bool: "true or false", list: "a list", dict: "an object"}
+    return _check(values.get(name), kind, name, names[kind])
+
+
+def _check(value: Any, kind: type, name: str, expected: str) -> Any:
+    if type(value) is not kind:
+        raise _Damage(f"{name} is {value!r:.100}, expected {expected}")
+    return value
+
+
+def _finish(session: _Session) -> tuple[Exchange, ...]:
+    """Return the exchanges whose answers reached their clients."""
+    kept = [exchange for exchange in session.exchanges if not any(answer.number in session.forgotten for answer in exchange.answers)]
+    return tuple(sorted(kept, key=lambda exchange: exchange.answers[0].number))
