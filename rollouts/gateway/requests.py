@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from rollouts.environments.tools.calls import ToolCall
@@ -41,6 +41,10 @@ class GatewayRequest:
     log_probs: bool = False  # whether the answer has the log-probs of its tokens
     token_ids: bool = False  # whether the answer has token ids, as vLLM's return_token_ids
     is_dry: bool = False  # whether only the tokens of the prompt are counted
+    instructions: str | None = None  # text of a system message before all others; it is no part of a stored history
+    previous: str | None = None  # id of the stored answer whose history comes before the messages
+    is_stored: bool = False  # whether the session keeps the answer with its history, for requests that name it
+    repeated: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of the request that its answer repeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,3 +108,17 @@ def reply_message(reply: Reply) -> Message:
     """Return a reply as the message that a client keeps in its history."""
     calls = tuple(call.to_dict() for call in reply.calls) or None
     return Message(role="assistant", content=reply.text or None, tool_calls=calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """An answer that later requests may name instead of sending its history."""
+
+    history: tuple[Message, ...]  # messages of its request without the instructions, and the reply
+    body: Mapping[str, Any]  # answer as JSON
+
+
+def insert_history(request: GatewayRequest, history: tuple[Message, ...]) -> GatewayRequest:
+    """Return a request with all its messages: its instructions, the history that it names, and its own."""
+    system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
+    return replace(request, messages=(*system, *history, *request.messages))

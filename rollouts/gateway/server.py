@@ -30,10 +30,11 @@ from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHRO
 from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
 from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
+from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from rollouts.gateway.http.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
 from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.refusals import Refusal, parse_body
-from rollouts.gateway.requests import Answered, GatewayRequest
+from rollouts.gateway.requests import Answered, GatewayRequest, Stored, insert_history, reply_message
 from rollouts.gateway.samples import Rows, answers_to_samples
 from rollouts.gateway.sampling import refuse_faults
 from rollouts.gateway.sessions import Session
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
+    "/v1/responses": OPENAI_RESPONSES,
     "/v1/messages": ANTHROPIC_MESSAGES,
     "/v1/messages/count_tokens": ANTHROPIC_COUNT,
 })  # fmt: skip
@@ -211,7 +213,7 @@ class Gateway:
         try:
             key, is_named = self._name_key(http, key)
             if dialect is None:
-                return self._answer_other(http, path)
+                return self._answer_other(http, path, self._sessions.get(key))
             if http.method != "POST":
                 raise Refusal(405, f"{path} takes POST, not {http.method}", code="method_not_allowed")
             with refuse_faults():
@@ -225,6 +227,9 @@ class Gateway:
 
     async def _reply(self, dialect: Dialect, session: Session, request: GatewayRequest) -> HTTPResponse | HTTPEvents:
         """Return the answer to a request for completions. Raises Refusal."""
+        if request.instructions is not None or request.previous is not None:
+            history = () if request.previous is None else _find_stored(session, request.previous, 400).history
+            request = insert_history(request, history)
         prepared = self._answerer.prepare(session, request)
         if request.is_dry:
             return HTTPResponse(body=dump({"input_tokens": len(prepared.plan.tokens)}).encode())
@@ -237,6 +242,7 @@ class Gateway:
         answered = await self._answerer.answer(session, prepared)
         try:
             body = dump(dialect.write(request, answered)).encode()
+            _store(dialect, session, prepared.request, answered)
         except BaseException:
             session.forget(answered.numbers)
             raise
@@ -279,13 +285,20 @@ class Gateway:
             session = self.open_session(key)
         return session
 
-    def _answer_other(self, http: HTTPRequest, path: str) -> HTTPResponse:
+    def _answer_other(self, http: HTTPRequest, path: str, session: Session | None) -> HTTPResponse:
         is_read = http.method in ("GET", "HEAD")
         if is_read and path == "/v1/models":
             model = {"id": self.config.model_name, "object": "model", "created": 0, "owned_by": "rollouts"}
             return HTTPResponse(body=dump({"object": "list", "data": [model]}).encode())
         if is_read and path in ("/health", "/v1/health"):
             return HTTPResponse(body=dump({"status": "ok", **self.count()}).encode())
+        name = path.removeprefix("/v1/responses/")
+        if name != path and "/" not in name and (is_read or http.method == "DELETE"):
+            found = _find_stored(session, name, 404)
+            if session is not None and http.method == "DELETE":
+                del session.stored[name]
+                return HTTPResponse(body=dump({"id": name, "object": "response", "deleted": True}).encode())
+            return HTTPResponse(body=dump(found.body).encode())
         raise Refusal(404, f"{http.method} {path[:100]} is nothing that this gateway serves: {', '.join(DIALECTS)}", code="not_found")
 
     async def _stream(self, dialect: Dialect, session: Session, prepared: Prepared, send: SendText) -> None:
@@ -302,6 +315,7 @@ class Gateway:
                         nursery.cancel_scope.cancel()
             with refuse_faults(session):
                 text = "".join(f"{event}\n\n" for event in dialect.write_events(prepared.request, answered))
+                _store(dialect, session, prepared.request, answered)
             await send(text)
         except BaseException:
             session.forget(() if answered is None else answered.numbers)
@@ -351,6 +365,23 @@ async def serve_sessions(
             _logger.info("the gateway listens on %s", gateway.url())
             yield gateway
             nursery.cancel_scope.cancel()
+
+
+def _find_stored(session: Session | None, name: str, status: int) -> Stored:
+    """Return an answer that a session keeps. Raises Refusal with this status."""
+    found = None if session is None else session.stored.get(name)
+    if found is None:
+        message = f"the session keeps no response {name!r:.100}: it was of another session, was sent with store = false, or is deleted"
+        raise Refusal(status, message, param="previous_response_id", code="previous_response_not_found")
+    return found
+
+
+def _store(dialect: Dialect, session: Session, request: GatewayRequest, answered: Answered) -> None:
+    """Keep an answer that later requests may name, if it is to be kept."""
+    if dialect.name_stored is not None and request.is_stored:
+        messages = request.messages[request.instructions is not None :]
+        history = (*messages, reply_message(answered.replies[0]))
+        session.stored[dialect.name_stored(answered)] = Stored(history=history, body=dialect.write(request, answered))
 
 
 async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:

@@ -21,7 +21,7 @@ from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import EngineError
 from rollouts.gateway.known_texts import KnownTexts
-from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
+from rollouts.gateway.requests import MessageKey, Reply, Stored, make_key, reply_message
 from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class Session:
     tape: Tape | None = None  # its part of the cassettes; None = there are none
     is_interruptible: bool = False  # whether an aborted request ends the session; False = the gateway sends it again with its tokens
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+    stored: dict[str, Stored] = field(default_factory=dict[str, Stored])  # answers that later requests may name, by id
     counts: Counter[str] = field(default_factory=Counter[str])  # num_requests, num_cancelled, num_undelivered, num_refused
     temperature: float | None = None  # temperature of its log-probs, chosen by the first request
     is_closed: bool = False

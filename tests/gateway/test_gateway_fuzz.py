@@ -35,6 +35,19 @@ GOOD = {
         "max_completion_tokens": 2, "logit_bias": {}, "presence_penalty": 0,
     },
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2, "logprobs": 0, "echo": False, "best_of": 1, "suffix": None},
+    "/v1/responses": {
+        "model": "m", "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y", "annotations": []}], "id": "msg"},
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}", "id": "fc"},
+            {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "z"}]},
+        ],
+        "instructions": "i", "max_output_tokens": 3, "temperature": 1.0, "top_p": 0.5, "stream": False, "store": True,
+        "metadata": {"a": "b"},
+        "tools": [{"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True}],
+        "tool_choice": "auto", "parallel_tool_calls": True, "include": ["message.output_text.logprobs"], "truncation": "disabled",
+        "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "previous_response_id": None,
+    },
     "/v1/messages": {
         "model": "m", "max_tokens": 3, "system": [{"type": "text", "text": "s"}], "temperature": 1.0, "top_p": 0.5, "top_k": 3,
         "messages": [

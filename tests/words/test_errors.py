@@ -33,6 +33,7 @@ from rollouts.errors import (
     GenerationError,
     GenerationTimeout,
     OutputError,
+    ReplayError,
     RewardError,
     RolloutsError,
     SandboxError,
@@ -66,6 +67,7 @@ TREE = [
     (EngineRequestError, EngineError, RuntimeError),
     (EngineContextError, EngineRequestError, RuntimeError),
     (EngineTimeout, EngineError, RuntimeError),
+    (ReplayError, EngineError, RuntimeError),
     (EngineStatusError, EngineError, RuntimeError),
     (EngineProtocolError, EngineError, RuntimeError),
 ]

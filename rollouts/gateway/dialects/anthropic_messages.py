@@ -8,23 +8,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rollouts.gateway.dialects.dialect import JSON, Dialect, dump
-from rollouts.gateway.dialects.openai_chat import MAX_TOKENS, make_tool
-from rollouts.gateway.refusals import (
-    Body,
-    Refusal,
-    check_known,
-    read_flag,
-    read_int,
-    read_list,
-    read_number,
-    read_object,
-    read_parts,
-    read_stop,
-    read_text,
-    refuse,
-    refuse_unsupported,
-)
+from rollouts.gateway.dialects.dialect import JSON, Dialect, choose_tools, dump, make_tool, read_head
+from rollouts.gateway.dialects.fields import MAX_TOKENS, Fields, refuse
+from rollouts.gateway.refusals import Body, Refusal
 from rollouts.gateway.requests import Answered, GatewayRequest, Reply, Wishes
 from rollouts.types import Message
 
@@ -43,11 +29,10 @@ _BLOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 def read_messages(body: Body) -> GatewayRequest:
     """Read a request. Raises Refusal."""
-    most = read_int(body, "max_tokens", least=1, most=MAX_TOKENS)
-    if most is None:
-        raise refuse("max_tokens", None, "the most tokens of the answer")
     request = _read(body)
-    return replace(request, wishes=replace(request.wishes, max_tokens=most))
+    if request.wishes.max_tokens is None:
+        raise refuse("max_tokens", None, "the most tokens of the answer")
+    return request
 
 
 def read_count(body: Body) -> GatewayRequest:
@@ -56,87 +41,71 @@ def read_count(body: Body) -> GatewayRequest:
 
 
 def _read(body: Body) -> GatewayRequest:
-    check_known(body, _KNOWN)
-    thinking = body.get("thinking")
-    if thinking is not None and read_object(thinking, "thinking", "an object").get("type") != "disabled":
-        raise refuse_unsupported("thinking", thinking, "thoughts are part of the text that the policy writes")
-    system = read_parts(body.get("system"), "system", ("text",))
+    fields, request = read_head(body, _KNOWN)
+    if fields.get("thinking") is not None and fields.read_object("thinking").get("type") != "disabled":
+        raise fields.refuse_unsupported("thinking", "thoughts are part of the text that the policy writes")
+    system = fields.read_parts("system", ("text",))
     messages = [Message(role="system", content=system)] if system else []
-    for turn in read_list(body.get("messages"), "messages", "a list of messages", _read_turn):
+    for turn in fields.read_list("messages", "a list of messages", _read_turn):
         messages += turn
     if not messages or messages[-1].role in ("assistant", "system"):
         raise refuse("messages", "...", "a last message of the user: an assistant message is not continued here")
-    given = body.get("tools")
-    tools = () if given is None else read_list(given, "tools", "a list of tools", _read_tool)
-    return GatewayRequest(
-        model=read_text(body, "model", "") or "",
-        messages=tuple(messages),
-        tools=_choose_tools(body.get("tool_choice"), tools),
-        wishes=Wishes(
-            temperature=read_number(body, "temperature", least=0, most=1),
-            top_p=read_number(body, "top_p", least=0, most=1, above=True),
-            top_k=read_int(body, "top_k", most=MAX_TOKENS),
-            stop=read_stop(body, "stop_sequences"),
-        ),
-        stream=read_flag(body, "stream"),
+    given = None if fields.get("tools") is None else fields.read_objects("tools", "a list of tools", "a tool")
+    choice = fields.read_object("tool_choice", "an object with a type")
+    kind = choice.get("type", "") if fields.get("tool_choice") is not None else None
+    wishes = Wishes(
+        max_tokens=fields.read_int("max_tokens", least=1, most=MAX_TOKENS),
+        temperature=fields.read_number("temperature", least=0, most=1),
+        top_p=fields.read_number("top_p", least=0, most=1, above=True),
+        top_k=fields.read_int("top_k", most=MAX_TOKENS),
+        stop=fields.read_stop("stop_sequences"),
     )
+    tools = choose_tools(kind, fields, tuple(map(_read_tool, given or ())))
+    return replace(request, messages=tuple(messages), tools=tools, wishes=wishes)
 
 
-def _read_turn(value: Any, where: str) -> tuple[Message, ...]:
+def _read_turn(value: Any, place: str) -> tuple[Message, ...]:
     """Read a message: results of tools become messages of their own, before the text beside them."""
-    data = read_object(value, where, "a message: an object with role and content")
-    check_known(data, {"role": None, "content": None}, f"{where}.")
-    role, content = data.get("role"), data.get("content")
+    fields = Fields.of(value, place, "a message: an object with role and content")
+    fields.check_known({"role": None, "content": None})
+    role, content = fields.get("role"), fields.get("content")
     if role not in ("user", "assistant"):
-        raise refuse(f"{where}.role", role, "user or assistant")
+        raise fields.refuse("role", "user or assistant")
     if isinstance(content, str):
         return (Message(role=role, content=content),)
     texts: list[str] = []
     calls: list[Mapping[str, Any]] = []
     results: list[Message] = []
-    for block, place in read_list(content, f"{where}.content", "a text, or a list of blocks", lambda block, place: (block, place)):
-        kind = read_object(block, place, "a block: an object with a type").get("type")
+    for block in fields.read_objects("content", "a text, or a list of blocks", "a block: an object with a type"):
+        kind = block.get("type")
         known = _BLOCKS.get(kind) if isinstance(kind, str) else None
         if known is None or (kind == "tool_use") != (role == "assistant" and kind != "text"):
-            raise refuse_unsupported(f"{place}.type", kind, f"this gateway reads {', '.join(_BLOCKS)}, calls from the assistant alone")
-        check_known(block, dict.fromkeys(known), f"{place}.")
+            raise block.refuse_unsupported("type", f"this gateway reads {', '.join(_BLOCKS)}, calls from the assistant alone")
+        block.check_known(dict.fromkeys(known))
         if kind == "text":
-            texts.append(read_parts([{"type": "text", "text": block.get("text")}], f"{where}.content", ("text",)))
+            if not isinstance(block.get("text"), str):
+                raise block.refuse("text", "a text")
+            texts.append(block.get("text"))
         elif kind == "tool_use":
-            calls.append(_read_call(block, place))
+            calls.append(_read_call(block))
         else:
-            text = read_parts(block.get("content"), f"{place}.content", ("text",))
-            results.append(Message(role="tool", content=text, tool_call_id=_demand(block, "tool_use_id", place)))
+            text = block.read_parts("content", ("text",))
+            results.append(Message(role="tool", content=text, tool_call_id=block.need_text("tool_use_id")))
     if role == "assistant":
         return (Message(role=role, content="".join(texts), tool_calls=tuple(calls) or None),)
     return (*results, *([Message(role=role, content="".join(texts))] if texts or not results else []))
 
 
-def _read_call(block: Body, where: str) -> Mapping[str, Any]:
-    arguments = read_object(block.get("input"), f"{where}.input", "an object")
-    function = {"name": _demand(block, "name", where), "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": _demand(block, "id", where), "type": "function", "function": function}
+def _read_call(block: Fields) -> Mapping[str, Any]:
+    arguments = Fields.of(block.get("input"), block.name("input"), "an object").values
+    function = {"name": block.need_text("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": block.need_text("id"), "type": "function", "function": function}
 
 
-def _demand(block: Body, name: str, where: str) -> str:
-    value = read_text(block, name, where=f"{where}.")
-    if not value:
-        raise refuse(f"{where}.{name}", value, "a text that is not empty")
-    return value
-
-
-def _read_tool(value: Any, where: str) -> Mapping[str, Any]:
-    data = read_object(value, where, "a tool")
-    if data.get("type") not in (None, "custom"):
-        raise refuse_unsupported(f"{where}.type", data.get("type"), "the policy has no tools of a server; describe them with input_schema")
-    return make_tool(data.get("name"), data.get("description"), data.get("input_schema"), where)
-
-
-def _choose_tools(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
-    kind = "auto" if choice is None else read_object(choice, "tool_choice", "an object with a type").get("type")
-    if kind not in ("auto", "none"):
-        raise refuse_unsupported("tool_choice", choice, "engines sample freely, so that log-probs are the policy's; use auto or none")
-    return tools if kind == "auto" else ()
+def _read_tool(fields: Fields) -> Mapping[str, Any]:
+    if fields.get("type") not in (None, "custom"):
+        raise fields.refuse_unsupported("type", "the policy has no tools of a server; describe them with input_schema")
+    return make_tool(fields, "input_schema")
 
 
 def write_message(request: GatewayRequest, answered: Answered) -> JSON:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from rollouts.gateway.dialects.fields import Fields
 from rollouts.gateway.refusals import Body, Refusal
 from rollouts.gateway.requests import Answered, GatewayRequest, Reply
 
@@ -23,6 +24,40 @@ class Dialect:
     write_events: Callable[[GatewayRequest, Answered], Iterator[str]]  # whole events, without the empty line
     write_refusal: Callable[[Refusal], JSON]
     write_late_refusal: Callable[[Refusal], str]  # event for a refusal in the middle of a stream
+    name_stored: Callable[[Answered], str] | None = None  # id under which a session keeps an answer; None = it keeps none
+
+
+def read_head(body: Body, known: Mapping[str, str | None]) -> tuple[Fields, GatewayRequest]:
+    """Return the fields of a request, and a request with its model, and whether it is to be streamed.
+
+    Args:
+        known: see Fields.check_known.
+
+    Raises: Refusal for a field that is not known.
+    """
+    fields = Fields(body)
+    fields.check_known(known)
+    return fields, GatewayRequest(model=fields.read_text("model") or "", stream=fields.read_flag("stream"))
+
+
+def make_tool(fields: Fields, schema: str) -> Mapping[str, Any]:
+    """Return the tool that an object with name, description and a JSON schema describes, in OpenAI's form.
+
+    Args:
+        schema: name of the field of the schema.
+    """
+    name = fields.need_text("name", "the name of a function")
+    parameters = fields.read_object(schema, "a JSON schema").values
+    return {"type": "function", "function": {"name": name, "description": fields.read_text("description") or "", "parameters": parameters}}
+
+
+def choose_tools(choice: Any, fields: Fields, tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
+    """Return the tools that a choice leaves: "auto" and none (the default) all, "none" none. Raises Refusal for others."""
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return ()
+    raise fields.refuse_unsupported("tool_choice", "engines sample freely, so that log-probs are the policy's; use auto or none")
 
 
 def dump(value: Any) -> str:

@@ -8,27 +8,24 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
-from rollouts.gateway.dialects.dialect import JSON, Dialect, count_usage, dump, list_log_probs, token_bytes, write_openai_refusal
-from rollouts.gateway.refusals import (
-    Body,
-    Refusal,
-    check_known,
-    read_flag,
-    read_int,
-    read_list,
-    read_number,
-    read_object,
-    read_parts,
-    read_stop,
-    read_text,
-    refuse,
-    refuse_unsupported,
+from rollouts.gateway.dialects.dialect import (
+    JSON,
+    Dialect,
+    choose_tools,
+    count_usage,
+    dump,
+    list_log_probs,
+    make_tool,
+    read_head,
+    token_bytes,
+    write_openai_refusal,
 )
+from rollouts.gateway.dialects.fields import MAX_TOKENS, Fields, refuse
+from rollouts.gateway.refusals import Body, Refusal
 from rollouts.gateway.requests import Answered, Finish, GatewayRequest, Reply, Wishes
 from rollouts.types import Message
 
 MAX_ANSWERS = 128
-MAX_TOKENS = 2**31 - 1
 
 _NO_PENALTIES = "the trained policy has no penalties; leave it out, or send 0"
 SAMPLING: Mapping[str, str | None] = MappingProxyType({
@@ -57,120 +54,82 @@ _MESSAGE_KNOWN: Mapping[str, str | None] = MappingProxyType({
 
 def read_chat(body: Body) -> GatewayRequest:
     """Read a request. Raises Refusal."""
-    check_known(body, _KNOWN)
-    _check_format(body)
-    messages = read_list(body.get("messages"), "messages", "a list of messages", read_message)
+    fields, request = read_head(body, _KNOWN)
+    form = fields.read_object("response_format")
+    if form.get("type", "text") != "text":
+        raise fields.refuse_unsupported("response_format", "engines sample freely, so that log-probs are the policy's; ask for it in words")
+    if fields.get("modalities") not in (None, ["text"]):
+        raise fields.refuse_unsupported("modalities", "the policy writes text")
+    messages = fields.read_list("messages", "a list of messages", _read_message)
     if not messages:
-        raise refuse("messages", [], "at least one message")
+        raise fields.refuse("messages", "at least one message")
     if messages[-1].role == "assistant":
         raise refuse("messages", "...", "a last message of another role: an assistant message is not continued here")
-    tools = read_tools(body.get("tools"))
-    most = read_int(body, "max_completion_tokens", least=1, most=MAX_TOKENS)
-    request = read_sampling(body)
+    most = fields.read_int("max_completion_tokens", least=1, most=MAX_TOKENS)
+    request = read_sampling(fields, request)
     if most is not None:
         request = replace(request, wishes=replace(request.wishes, max_tokens=most))
-    return replace(request, messages=messages, tools=choose_tools(body.get("tool_choice"), tools), log_probs=read_flag(body, "logprobs"))
+    given = None if fields.get("tools") is None else fields.read_objects("tools", "a list of tools", "a tool")
+    tools = choose_tools(fields.get("tool_choice"), fields, tuple(map(_read_tool, given or ())))
+    return replace(request, messages=messages, tools=tools, log_probs=fields.read_flag("logprobs"))
 
 
-def read_sampling(body: Body) -> GatewayRequest:
+def read_sampling(fields: Fields, request: GatewayRequest) -> GatewayRequest:
     """Return a request with what chat completions and completions have in common."""
-    given = body.get("stream_options")
-    options: Body = {} if given is None else read_object(given, "stream_options", "an object")
-    check_known(options, {"include_usage": None, "include_obfuscation": None, "continuous_usage_stats": None}, "stream_options.")
+    options = fields.read_object("stream_options")
+    options.check_known({"include_usage": None, "include_obfuscation": None, "continuous_usage_stats": None})
     wishes = Wishes(
-        max_tokens=read_int(body, "max_tokens", least=1, most=MAX_TOKENS),
-        temperature=read_number(body, "temperature", least=0, most=2),
-        top_p=read_number(body, "top_p", least=0, most=1, above=True),
-        top_k=read_int(body, "top_k", least=-1, most=MAX_TOKENS),
-        min_p=read_number(body, "min_p", least=0, most=1),
-        stop=read_stop(body, "stop"),
-        seed=read_int(body, "seed"),
-        n=read_int(body, "n", 1, least=1, most=MAX_ANSWERS) or 1,
+        max_tokens=fields.read_int("max_tokens", least=1, most=MAX_TOKENS),
+        temperature=fields.read_number("temperature", least=0, most=2),
+        top_p=fields.read_number("top_p", least=0, most=1, above=True),
+        top_k=fields.read_int("top_k", least=-1, most=MAX_TOKENS),
+        min_p=fields.read_number("min_p", least=0, most=1),
+        stop=fields.read_stop("stop"),
+        seed=fields.read_int("seed"),
+        n=fields.read_int("n", 1, least=1, most=MAX_ANSWERS) or 1,
     )
-    return GatewayRequest(
-        model=read_text(body, "model", "") or "",
-        wishes=wishes,
-        stream=read_flag(body, "stream"),
-        include_usage=read_flag(options, "include_usage", where="stream_options."),
-        token_ids=read_flag(body, "return_token_ids"),
-    )
+    return replace(request, wishes=wishes, include_usage=options.read_flag("include_usage"), token_ids=fields.read_flag("return_token_ids"))
 
 
-def _check_format(body: Body) -> None:
-    form = body.get("response_format")
-    if form is not None and read_object(form, "response_format", "an object").get("type") != "text":
-        raise refuse_unsupported("response_format", form, "engines sample freely, so that log-probs are the policy's; ask for it in words")
-    if body.get("modalities") not in (None, ["text"]):
-        raise refuse_unsupported("modalities", body.get("modalities"), "the policy writes text")
-
-
-def read_message(value: Any, where: str) -> Message:
-    """Read one message of a history."""
-    data = read_object(value, where, "a message: an object with role and content")
-    check_known(data, _MESSAGE_KNOWN, f"{where}.")
-    role = data.get("role")
+def _read_message(value: Any, place: str) -> Message:
+    fields = Fields.of(value, place, "a message: an object with role and content")
+    fields.check_known(_MESSAGE_KNOWN)
+    role = fields.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise refuse(f"{where}.role", role, f"one of {', '.join(_ROLES)}")
-    calls = data.get("tool_calls")
-    tool_calls = None if not calls else read_list(calls, f"{where}.tool_calls", "a list of tool calls", _read_call)
-    if tool_calls and role != "assistant":
-        raise refuse(f"{where}.tool_calls", "...", "none: only the assistant calls tools")
-    content = read_parts(data.get("content"), f"{where}.content", ("text",))
-    if role == "tool" and data.get("tool_call_id") is None:
-        raise refuse(f"{where}.tool_call_id", None, "the id of the call that the message answers")
+        raise fields.refuse("role", f"one of {', '.join(_ROLES)}")
+    calls = (
+        tuple(map(_read_call, fields.read_objects("tool_calls", "a list of tool calls", "a tool call")))
+        if fields.get("tool_calls")
+        else None
+    )
+    if calls and role != "assistant":
+        raise refuse(fields.name("tool_calls"), "...", "none: only the assistant calls tools")
+    content = fields.read_parts("content", ("text",))
+    if role == "tool" and fields.get("tool_call_id") is None:
+        raise fields.refuse("tool_call_id", "the id of the call that the message answers")
     return Message(
         role=_ROLES[role],
         content=content,
-        name=read_text(data, "name", where=f"{where}."),
-        tool_calls=tool_calls,
-        tool_call_id=read_text(data, "tool_call_id", where=f"{where}."),
+        name=fields.read_text("name"),
+        tool_calls=calls,
+        tool_call_id=fields.read_text("tool_call_id"),
     )
 
 
-def _read_call(value: Any, where: str) -> Mapping[str, Any]:
-    data = read_object(value, where, "a tool call")
-    if data.get("type", "function") != "function":
-        raise refuse_unsupported(f"{where}.type", data.get("type"), "calls are of functions")
-    function = read_object(data.get("function"), f"{where}.function", "an object with name and arguments")
-    name, arguments = function.get("name"), function.get("arguments", "{}")
-    if not isinstance(name, str) or not name:
-        raise refuse(f"{where}.function.name", name, "the name of a function")
+def _read_call(fields: Fields) -> Mapping[str, Any]:
+    if fields.get("type", "function") != "function":
+        raise fields.refuse_unsupported("type", "calls are of functions")
+    function = Fields.of(fields.get("function"), fields.name("function"), "an object with name and arguments")
+    name, arguments = function.need_text("name", "the name of a function"), function.get("arguments", "{}")
     if not isinstance(arguments, str):
-        raise refuse(f"{where}.function.arguments", arguments, "a text of JSON")
-    given = read_text(data, "id", where=f"{where}.")
-    return {"id": given, "type": "function", "function": {"name": name, "arguments": arguments}}
+        raise function.refuse("arguments", "a text of JSON")
+    return {"id": fields.read_text("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_tools(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """Read the tools of a request; () for none."""
-    return () if value is None else read_list(value, "tools", "a list of tools", _read_tool)
-
-
-def _read_tool(value: Any, where: str) -> Mapping[str, Any]:
-    data = read_object(value, where, "a tool")
-    if data.get("type") != "function":
-        raise refuse_unsupported(f"{where}.type", data.get("type"), "tools are functions")
-    function = read_object(data.get("function"), f"{where}.function", "an object with a name")
-    return make_tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
-
-
-def make_tool(name: Any, description: Any, parameters: Any, where: str) -> Mapping[str, Any]:
-    """Return a tool in OpenAI's form, its parts checked."""
-    if not isinstance(name, str) or not name:
-        raise refuse(f"{where}.name", name, "the name of a function")
-    if description is not None and not isinstance(description, str):
-        raise refuse(f"{where}.description", description, "a text")
-    schema: Any = {} if parameters is None else read_object(parameters, f"{where}.parameters", "a JSON schema")
-    return {"type": "function", "function": {"name": name, "description": description or "", "parameters": schema}}
-
-
-def choose_tools(choice: Any, tools: tuple[Mapping[str, Any], ...]) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that a tool_choice leaves: "auto" (the default) all, "none" none."""
-    if choice is None or choice == "auto":
-        return tools
-    if choice == "none":
-        return ()
-    raise refuse_unsupported("tool_choice", choice, 'engines sample freely, so that log-probs are the policy\'s; use "auto" or "none"')
+def _read_tool(fields: Fields) -> Mapping[str, Any]:
+    if fields.get("type") != "function":
+        raise fields.refuse_unsupported("type", "tools are functions")
+    return make_tool(Fields.of(fields.get("function"), fields.name("function"), "an object with a name"), "parameters")
 
 
 _FINISH: Mapping[Finish, str] = MappingProxyType({"stop": "stop", "length": "length", "calls": "tool_calls"})

@@ -7,9 +7,10 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
-from rollouts.gateway.dialects.dialect import JSON, Dialect, count_usage, dump, list_log_probs, write_openai_refusal
+from rollouts.gateway.dialects.dialect import JSON, Dialect, count_usage, dump, list_log_probs, read_head, write_openai_refusal
+from rollouts.gateway.dialects.fields import refuse, refuse_unsupported
 from rollouts.gateway.dialects.openai_chat import SAMPLING, read_sampling, write_late_refusal
-from rollouts.gateway.refusals import Body, check_known, read_int, refuse, refuse_unsupported
+from rollouts.gateway.refusals import Body
 from rollouts.gateway.requests import Answered, GatewayRequest, Reply
 
 _KNOWN: Mapping[str, str | None] = MappingProxyType({
@@ -21,17 +22,17 @@ _DEFAULT_MAX_TOKENS = 16  # the default of the API
 
 def read_completion(body: Body) -> GatewayRequest:
     """Read a request. Raises Refusal."""
-    check_known(body, _KNOWN)
-    request = read_sampling(body)
-    if body.get("best_of") not in (None, 1):
-        raise refuse_unsupported("best_of", body.get("best_of"), "every answer is returned: use n")
-    count = read_int(body, "logprobs", least=0, most=100)
+    fields, request = read_head(body, _KNOWN)
+    request = read_sampling(fields, request)
+    if fields.get("best_of") not in (None, 1):
+        raise fields.refuse_unsupported("best_of", "every answer is returned: use n")
+    count = fields.read_int("logprobs", least=0, most=100)
     if count:
         raise refuse_unsupported("logprobs", count, "engines return the log-prob of the sampled token alone: send 0")
     wishes = request.wishes
     if wishes.max_tokens is None:
         wishes = replace(wishes, max_tokens=_DEFAULT_MAX_TOKENS)
-    return replace(request, prompt=_read_prompt(body.get("prompt")), wishes=wishes, log_probs=count is not None)
+    return replace(request, prompt=_read_prompt(fields.get("prompt")), wishes=wishes, log_probs=count is not None)
 
 
 def _read_prompt(value: Any) -> str | tuple[int, ...]:
