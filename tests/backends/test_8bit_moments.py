@@ -79,6 +79,22 @@ async def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, dtype):
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_checkpoint_that_is_written_beside_later_updates_holds_the_moments_of_its_own_step(tmp_path, dtype):
+    backend = create_backend(dtype=dtype)
+    await train(backend, 2)
+    await backend.save_checkpoint(tmp_path / "now").result()
+    write = await backend.stage_checkpoint(tmp_path / "staged").result()
+    await train(backend, 2)
+    write()
+    found, expected = (create_backend(dtype=dtype) for _ in range(2))
+    for other, name in ((found, "staged"), (expected, "now")):
+        await other.load_checkpoint(tmp_path / name).result()
+        torch.manual_seed(1)  # of stochastic rounding
+        await train(other, 1)
+    assert all(torch.equal(a, b) for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True))
+
+
 async def test_a_checkpoint_of_other_moments_is_refused_before_anything_is_loaded(tmp_path):
     for name, moments in (("a", "8bit"), ("b", "float32")):
         backend = create_backend(moments)

@@ -6,7 +6,7 @@ import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -115,6 +115,9 @@ def write_checkpoint(
 
 def copy_to_host(value: Any) -> Any:
     """Copy nested mappings and sequences, and the tensors in them to host memory, so that later updates do not change the copy."""
+    if is_quantized(value):  # cannot be cloned
+        parts, rest = value.__tensor_flatten__()
+        return type(value).__tensor_unflatten__({part: copy_to_host(getattr(value, part)) for part in parts}, rest, None, None)
     if isinstance(value, Tensor):
         return value.detach().clone() if value.device.type == "cpu" else value.detach().to("cpu")
     if isinstance(value, Mapping):
@@ -123,6 +126,11 @@ def copy_to_host(value: Any) -> Any:
         copies = [copy_to_host(item) for item in cast("Sequence[Any]", value)]
         return tuple(copies) if isinstance(value, tuple) else copies
     return value
+
+
+def is_quantized(value: Any) -> TypeGuard[Any]:
+    """Whether a value is a tensor made of others, as Adam's moments of 8 bits are; a DTensor is none."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local")
 
 
 def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) -> None:
@@ -139,8 +147,8 @@ def write_trainer_state(directory: Path, kind: str, state: Mapping[str, Any]) ->
 
 def name_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors in nested mappings and sequences, by path, as in optimizer.state.0.exp_avg; of quantized ones the parts."""
-    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not hasattr(value, "to_local"):
-        for part in cast("Any", value).__tensor_flatten__()[0]:
+    if is_quantized(value):
+        for part in value.__tensor_flatten__()[0]:
             yield from name_tensors(getattr(value, part), f"{name}.{part}")
     elif isinstance(value, Tensor):
         yield name, value
