@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -310,11 +310,11 @@ class BackendSection:
             f"False with backend.kind {self.kind!r}, whose functions cannot keep a layer's input alone: use 'pytorch' or 'fsdp'",
         )
         if self.kind != "fsdp":
-            for name, default in (("num_processes", None), ("fsdp", FSDPConfig())):
-                value = getattr(self, name)
-                check_setting(
-                    value == default, f"backend.{name}", value, f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
-                )
+            others = {"num_processes": (self.num_processes, None)}
+            others |= {f"fsdp.{f.name}": (getattr(self.fsdp, f.name), f.default) for f in fields(FSDPConfig)}
+            for name, (value, default) in others.items():
+                expected = f"nothing with backend.kind {self.kind!r}: add --backend.kind fsdp"
+                check_setting(value == default, f"backend.{name}", value, expected)
 
     @property
     def recomputes_activations(self) -> bool:

@@ -183,7 +183,7 @@ def test_processes_are_counted_from_the_settings_and_from_torchrun():
     [
         ({"kind": "fdsp"}, "did you mean 'fsdp'"),
         ({"num_processes": 2}, "add --backend.kind fsdp"),
-        ({"fsdp": FSDPConfig(cpu_offload=True)}, "add --backend.kind fsdp"),
+        ({"fsdp": FSDPConfig(cpu_offload=True)}, "backend.fsdp.cpu_offload is True, expected nothing with .*: add --backend.kind fsdp"),
         ({"kind": "fsdp", "num_processes": 0}, "at least 1"),
         ({"kind": "fsdp", "timeout_s": 0.0}, "more than 0"),
     ],
