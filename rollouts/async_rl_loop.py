@@ -26,6 +26,7 @@ from rollouts.data.segments import find_missed_tokens
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
 from rollouts.training.best import BestCheckpoint
+from rollouts.training.distillation.teachers import Teacher
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun
 from rollouts.training.run_state import RunInputs
@@ -99,6 +100,7 @@ async def run_async_rl_training(
     *,
     reference: TrainingBackend | None = None,
     critic: TrainingBackend | None = None,
+    teacher: Teacher | None = None,
     pad_id: int = 0,
     evaluate: EvaluateFn | None = None,
     checkpoint_dir: Path | str | None = None,
@@ -118,7 +120,7 @@ async def run_async_rl_training(
     """Call train_async_rl with the parts as keywords; see RLParts for the parts, train_async_rl for the other arguments."""
     parts = RLParts(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
-        critic=critic, pad_id=pad_id, evaluate=evaluate,
+        critic=critic, teacher=teacher, pad_id=pad_id, evaluate=evaluate,
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir), keep_last_n=keep_last_n,
         should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
         weight_channel=weight_channel, best=best, inputs=inputs, abandonment=abandonment,

@@ -718,6 +718,10 @@ class TrainBatch:
     segment_log_probs: Tensor | None = None  # [B, T] under the weights one version after those that sampled the token
     segment_mask: Tensor | None = None  # [B, T] bool; True = segment_log_probs were computed, False = they are rollout_log_probs
     ref_log_probs: Tensor | None = None  # [B, T] reference policy
+    teacher_log_probs: Tensor | None = None  # [B, T] teacher, of these tokens
+    teacher_ids: Tensor | None = None  # [B, T, K] int32, the K tokens that the teacher finds most probable in place of each
+    teacher_tops: Tensor | None = None  # [B, T, K] float32, the teacher's log-probs of teacher_ids
+    teacher_beta: Tensor | None = None  # [B] in [0, 1], equal in all rows: divergence to compute, see divergences.chunked_divergence
     values: Tensor | None = None  # [B, T] critic at collection time
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
     policy_versions: Tensor | None = None  # [B] float32, weight version of the trainer, equal in all rows: the version of the
@@ -748,20 +752,23 @@ class TrainBatch:
         The default is True for batches without log-probs of another pass, as in supervised training: with them dropout would add noise to
         the difference.
         """
-        compared = (self.rollout_log_probs, self.old_log_probs, self.prox_log_probs, self.segment_log_probs, self.ref_log_probs)
+        compared = (self.rollout_log_probs, self.old_log_probs, self.prox_log_probs, self.segment_log_probs, self.ref_log_probs,
+                    self.teacher_log_probs)  # fmt: skip
         return all(column is None for column in compared) if self.dropout is None else self.dropout
 
     def __post_init__(self) -> None:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
         per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "segment_mask",
-                     "ref_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns", "loss_weights",
-                     "importance_weights", "selected")  # fmt: skip
+                     "ref_log_probs", "teacher_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns",
+                     "loss_weights", "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions",
-                   "recorded")  # fmt: skip
+                   "teacher_beta", "recorded")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
+        num_tops = None if self.teacher_ids is None else self.teacher_ids.shape[-1]
+        check_shapes(teacher_ids=(self.teacher_ids, (b, t, None)), teacher_tops=(self.teacher_tops, (b, t, num_tops)))
         if self.kept is not None:
             check_shapes(kept_starts=(self.kept.starts, (b, t)), kept_counts=(self.kept.counts, (b, t)))
         if self.reward_components is not None:
@@ -797,6 +804,8 @@ class TokenOutputs:
     log_probs: Tensor  # [B, T] float32, has a gradient in forward_backward
     entropy: Tensor | None = None  # [B, T] nats, of the distribution that tokens[:, t] was drawn from
     values: Tensor | None = None  # [B, T] estimates of a critic
+    divergence: Tensor | None = None  # [B, T] nats, between policy and teacher, of batches with teacher_beta; has a gradient as log_probs
+    tops: Tensor | None = None  # [B, T, 2 K] a teacher's log-probs of its K most probable tokens, then their ids as numbers
     expert_load: ExpertLoad | None = None  # load of all real tokens, prompts included; None = no routers that can be recorded
 
 
@@ -830,6 +839,7 @@ class Algorithm:
     requires: frozenset[str] = frozenset()  # TrainBatch columns the loop must fill; "entropy" asks for TokenOutputs.entropy
     loss_only: frozenset[str] = frozenset()  # columns of `requires` that estimate and weigh do not read: where a step is one single
     # update, the loop fills old_log_probs and prox_log_probs inside the loss and saves a forward pass. Replace it together with `estimate`
+    reads_rewards: bool = True  # False = samples may come without rewards, as in distillation; filters and `estimate` read none
 
     def __post_init__(self) -> None:
         assert self.loss_only <= self.requires, f"loss_only is {set(self.loss_only)}, which requires {set(self.requires)} does not hold"

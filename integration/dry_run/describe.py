@@ -268,12 +268,27 @@ def describe_rollouts(config: Config) -> str:
     ) + (f"; segment log-probs by the {config.rl.segment_scores}" if asynchronous.segment_wise else "")
 
 
+def describe_teacher(config: Config) -> str:
+    """Describe the teacher of distillation: its models or servers, and what it reads besides the policy's prompt."""
+    section = config.teacher
+    places = {**section.models, **section.servers}
+    if section.by is not None:
+        who = f"by {section.by}: " + ", ".join(f"{name} = {place}" for name, place in places.items())
+    else:
+        who = section.path or ", ".join(section.url) or "the policy itself"
+    reads = "" if section.context is None else f", which reads {section.context!r}"
+    tops = f"; the {section.top_k or 'vocabulary of'} most probable tokens" if "teacher_tops" in config.algorithm.requires else ""
+    return f"{who}{reads}{tops}"
+
+
 def describe_companions(config: Config) -> dict[str, str]:
     """Describe the origin of the models that the algorithm needs besides the policy."""
     facts: dict[str, str] = {}
     algorithm = config.algorithm
     if "ref_log_probs" in algorithm.requires:
         facts["RL reference model"] = config.reference.path or "the policy as RL begins"
+    if config.teacher.is_given:
+        facts["RL teacher"] = describe_teacher(config)
     if "values" in algorithm.requires:
         start = config.critic.path or "the policy as RL begins, with a new value head"
         alone = f", {config.critic.warmup_steps} RL steps of them alone" if config.critic.warmup_steps else ""

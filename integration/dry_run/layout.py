@@ -48,6 +48,9 @@ class Workload:
     ranks_per_node: int = 8  # training processes per node
     has_reference: bool = False  # there is a reference model
     reference_is_policy: bool = False  # the reference is the policy with its adapters disabled, without parameters of its own
+    teachers: tuple[tuple[str, ModelSizes], ...] = ()  # models of this run that teach, by their names
+    teacher_width: int = FLOAT  # bytes per weight of a teacher
+    teacher_tops: int = 0  # most probable tokens of a teacher in place of each token; 0 = none
     has_critic: bool = False  # there is a critic
     critic_moments_width: float = MOMENTS_WIDTH["float32"]  # bytes of the moments of a parameter of the critic
     reward: RewardModel | None = None  # reward model in the process of rank 0, on whatever device
@@ -65,6 +68,11 @@ class Workload:
     batch_rows: int = 0  # rows of one batch of rollouts; 0 = no rollouts
     forward_passes: int = 0  # passes over each batch without gradient: old log-probs, values
     updates_per_batch: int = 1  # optimizer steps per batch of rollouts
+
+    @property
+    def num_frozen(self) -> int:
+        """The number of models that compute log-probs of each batch and are not trained."""
+        return self.has_reference + len(self.teachers)
 
     @property
     def num_ranks(self) -> int:
@@ -102,6 +110,9 @@ def plan_roles(work: Workload) -> list[Role]:
     parts = [Part("Python, torch and libraries", PROCESS_BYTES, on_host=True), *policy]
     if work.has_reference and not work.reference_is_policy:
         parts += [_of("reference", part) for part in inference_parts(work.sizes, replace(work.training, frozen_width=work.reference_width))]
+    for name, sizes in work.teachers:
+        frozen = replace(work.training, adapters=None, frozen_width=work.teacher_width)
+        parts += [_of(name, part) for part in inference_parts(sizes, frozen)]
     gaps = heap_bytes(work.sizes, work.training, policy)
     written = checkpoint_bytes(work.sizes, work.training)
     if work.has_critic:
@@ -114,7 +125,8 @@ def plan_roles(work: Workload) -> list[Role]:
     if work.device == "cpu" and work.heap_has_gaps:
         parts.append(Part("gaps that the heap keeps", gaps, on_host=True))
     reward = [] if work.reward is None else reward_parts(work.reward)
-    first = [*parts, *_parts_of_rank_0(work), *(reward if work.reward_rank == 0 else [])]
+    columns = [Part(TEACHER_COLUMNS, teacher_bytes(work), on_host=True)] if work.teacher_tops else []
+    first = [*parts, *columns, *_parts_of_rank_0(work), *(reward if work.reward_rank == 0 else [])]
     roles = [Role("the process" if work.num_ranks == 1 else "rank 0", 1, tuple(first))]
     others = work.num_ranks - 1
     if work.reward_rank:
@@ -127,6 +139,15 @@ def plan_roles(work: Workload) -> list[Role]:
     if work.num_servers:
         roles.append(Role("each server's GPU", work.num_servers * work.server_ranks, tuple(server_parts(work)), trains=False))
     return roles
+
+
+TEACHER_COLUMNS = "most probable tokens of the teacher"
+"""Name of the part of teacher_bytes."""
+
+
+def teacher_bytes(work: Workload) -> int:
+    """Return the memory of a teacher's most probable tokens of a rollout batch: log-probs and ids of 4 bytes each, and as they arrive."""
+    return work.batch_rows * work.row_tokens * work.teacher_tops * 2 * (2 * FLOAT)
 
 
 def critic_sizes(sizes: ModelSizes) -> ModelSizes:
@@ -256,9 +277,9 @@ def plan_traffic(work: Workload, links: Links) -> list[Traffic]:
         passes = count_microbatches(tokens, max_tokens=work.training.tokens, num_ranks=work.num_ranks)
         if work.num_ranks > 1:
             alone = tuple(pass_traffic(work.sizes, work.training, links, with_gradient=False))
-            number = passes * (work.forward_passes + work.has_reference)
+            number = passes * (work.forward_passes + work.num_frozen)
             traffic += [Traffic("log-probs and values of a batch", number, alone)] if number else []
-            sent = work.updates_per_batch * models + work.forward_passes + work.has_reference
+            sent = work.updates_per_batch * models + work.forward_passes + work.num_frozen
             traffic.append(Traffic(ROWS, sent, (rows_traffic(tokens, num_ranks=work.num_ranks),)))
         sync = sync_traffic(
             work.sizes,

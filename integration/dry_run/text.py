@@ -30,7 +30,7 @@ from integration.dry_run.traffic import Links
 from integration.parts.model_settings import read_model_config
 from integration.parts.placement import GPU_VARIABLE, count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
-from integration.settings.config import Config, count_greedy_samples, count_rl_updates, response_tokens
+from integration.settings.config import Config, count_greedy_samples, count_rl_updates, count_tops, find_teacher_models, response_tokens
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import HardwareSection
 from rollouts.models.heads import check_reward_model
@@ -101,13 +101,16 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         )
     rl, engine, requires = config.rl, config.engine, config.algorithm.requires
     per_step = rl.prompts_per_step * rl.samples_per_prompt
-    own = requires & set(POLICY_COLUMNS)
+    own, teachers = requires & set(POLICY_COLUMNS), find_teacher_models(config, requires)
     single = rl.num_epochs * rl.num_minibatches == 1
     passes = 0 if not own or (single and own <= config.algorithm.loss_only) else 1
     return replace(
         shared,
         has_reference="ref_log_probs" in requires,
         reference_width=4 if config.reference.dtype == "float32" else 2,
+        teachers=tuple((f"teacher {name}".strip(), _read_sizes_of(config, path)) for name, path in teachers.items()),
+        teacher_width=4 if config.teacher.dtype == "float32" else 2,
+        teacher_tops=min(count_tops(config, requires), sizes.vocab_size),
         has_critic="values" in requires,
         critic_moments_width=MOMENTS_WIDTH[config.critic.optimizer.moments],
         reward=read_reward_model(config),
@@ -122,6 +125,10 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         forward_passes=passes + ("values" in requires),
         updates_per_batch=count_rl_updates(config) // max(rl.num_steps - config.critic.warmup_steps, 1),
     )
+
+
+def _read_sizes_of(config: Config, path: str) -> ModelSizes:
+    return read_sizes(read_model_config(config, Path(path)), trust_remote_code=config.model.trust_remote_code)
 
 
 def _count_rows(config: Config, stage: str) -> int:
@@ -272,7 +279,7 @@ def group_parts(parts: Iterable[Part]) -> list[tuple[str, list[Part]]]:
     """Group parts by their model, in order; "" = the policy and the process itself."""
     groups: dict[str, list[Part]] = {}
     for part in parts:
-        owner = part.name.partition(": ")[0] if part.name.startswith(("reference: ", "critic: ")) else ""
+        owner = part.name.partition(": ")[0] if part.name.startswith(("reference: ", "critic: ", "teacher")) else ""
         groups.setdefault(owner, []).append(part)
     return list(groups.items())
 

@@ -18,7 +18,7 @@ from rollouts.models.hub import HubModel, find_hub_model, is_hub_name
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardModelConfig)
 
-_PLACES = (("model", "path"), ("reference", "path"), ("critic", "path"), ("reward", "model"))
+_PLACES = (("model", "path"), ("reference", "path"), ("teacher", "path"), ("critic", "path"), ("reward", "model"))
 """Settings that name a model: section and field."""
 
 

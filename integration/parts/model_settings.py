@@ -164,6 +164,8 @@ def check_backend(config: Config, mode: str = "sft+rl") -> None:
             raise ConfigError(f"lora.base_dtype is {config.lora.base_dtype!r}, {why} --lora.base-dtype out")
         if config.reference.dtype != "float32":
             raise ConfigError(f"reference.dtype is {config.reference.dtype!r}, {why} --reference.dtype out")
+        if config.teacher.dtype != "float32":
+            raise ConfigError(f"teacher.dtype is {config.teacher.dtype!r}, {why} --teacher.dtype out")
     used = {name: section.optimizer for name, section in _list_stages(config, mode).items()}
     asks = config.backend.master_dtype != "float32" or config.critic.optimizer.moments != "float32"
     if "rl" in mode and asks and "values" in config.algorithm.requires:
@@ -228,19 +230,22 @@ def check_dropout(config: Config, mode: str) -> None:
 
 
 def check_companions(config: Config, source: Path | None = None) -> None:
-    """Raise ConfigError if the tokens of the configured reference or critic differ from the policy's. Loads no weights.
+    """Raise ConfigError if the tokens of the configured reference, critic or teachers differ from the policy's. Loads no weights.
 
     Args:
         source: the policy's directory if it is not that of config.model.
     """
-    for name, path in (("reference", config.reference.path), ("critic", config.critic.path)):
+    others = [("reference.path", config.reference.path), ("critic.path", config.critic.path)]
+    others += [("teacher.each" if name else "teacher.path", path) for name, path in config.teacher.models.items()]
+    others.append(("teacher.tokenizer", config.teacher.tokenizer))
+    for name, path in others:
         if path is None:
             continue
         differences = explain_token_differences(_read_tokens(config, source), _read_tokens(config, Path(path)))
         if differences:
             raise ConfigError(
-                f"{name}.path is {path}, whose tokens are not the policy's: {'; '.join(differences)}. "
-                f"Give the policy's own model or one of its family, or leave --{name}.path out"
+                f"{name} is {path}, whose tokens are not the policy's: {'; '.join(differences)}. "
+                f"Give the policy's own model or one of its family, or leave --{name} out"
             )
 
 

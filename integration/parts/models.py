@@ -1,4 +1,4 @@
-"""The models of a run: the policy and, for algorithms that need them, a frozen reference (a KL term) and a critic (values).
+"""The models of a run: the policy and, for algorithms that need them, a frozen reference (a KL term), a critic (values) and teachers.
 
 Reference and critic are created only if the algorithm requires them. Unless the configuration names another model, both start as the policy
 at the start of the RL stage: the last weights of SFT, or those of model.path. So a resumed run has the same reference throughout. A policy
@@ -7,9 +7,9 @@ with adapters is its own reference, without them: after an SFT stage the adapter
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from integration.parts.model_settings import find_directory
-from integration.settings.config import Config, context_tokens, create_model_config, find_kernels
+from integration.settings.config import Config, context_tokens, count_tops, create_model_config, find_kernels, find_teacher_models
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import BackendSection
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
@@ -49,6 +49,7 @@ class Companions:
 
     reference: TrainingBackend | None = None
     critic: TrainingBackend | None = None
+    teachers: Mapping[str, TrainingBackend] = field(default_factory=dict[str, TrainingBackend])  # by name; "" = the only one
     reference_is_base: bool = False  # the reference is the policy without its adapters, and needs no backend
 
 
@@ -115,7 +116,7 @@ def create_companions(
     """Create the backends that fill required columns besides the policy's.
 
     Args:
-        requires: columns, such as Algorithm.requires: ref_log_probs needs a reference, values a critic.
+        requires: columns, such as Algorithm.requires: ref_log_probs needs a reference, values a critic, teacher_log_probs a teacher.
         policy: the policy at the start of the stage; copied.
         tokenizer: the policy's tokenizer; check_companions verifies that the other models use the same tokens.
         critic_steps: optimizer steps of the critic in the whole stage.
@@ -148,7 +149,19 @@ def create_companions(
         )
         if config.backend.gradient_checkpointing:
             recompute_activations(critic.model)
-    return Companions(reference, critic, reference_is_base=is_base)
+    teachers: dict[str, TrainingBackend] = {}
+    for name, path in find_teacher_models(config, requires).items():
+        model = load_hf_model(path, trust_remote_code=config.model.trust_remote_code)
+        teachers[name] = create_reference_backend(
+            model,
+            device=device,
+            compute_dtype=dtype,
+            kernels=config.kernels,
+            dtype=config.teacher.dtype,
+            tokenizer=load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
+            num_tops=count_tops(config, requires),
+        )
+    return Companions(reference, critic, teachers, reference_is_base=is_base)
 
 
 @asynccontextmanager
@@ -163,4 +176,5 @@ async def open_companions(companions: Companions, policy: TrainingBackend) -> As
             None if backend is None else await stack.enter_async_context(open_pipeline(backend))
             for backend in (companions.reference, companions.critic)
         ]
-        yield Companions(create_lora_reference(policy) if companions.reference_is_base else reference, critic)
+        teachers = {name: await stack.enter_async_context(open_pipeline(backend)) for name, backend in companions.teachers.items()}
+        yield Companions(create_lora_reference(policy) if companions.reference_is_base else reference, critic, teachers)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from integration.parts.model_settings import create_tokenizer, find_directory
 from integration.parts.models import Companions, create_backend, create_companions, create_model
-from integration.settings.config import Config
+from integration.settings.config import Config, count_tops, find_teacher_models
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reference_backend
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+POLICY, REFERENCE, CRITIC, TEACHER = "policy", "reference", "critic", "teacher"
 
 
 def fsdp_config(config: Config) -> FSDPConfig:
@@ -78,6 +78,18 @@ def build_reference(config: Config, source: Path | None) -> FSDPTrainingBackend:
         dtype=config.reference.dtype,
         tokenizer=_create_padded_tokenizer(config, source),
         config=fsdp_config(config),
+    )
+
+
+def build_teacher(config: Config, path: str, num_tops: int) -> FSDPTrainingBackend:
+    """Create this rank's shard of a teacher. num_tops: see models.count_tops."""
+    return create_fsdp_reference_backend(
+        _find_model(config, Path(path)),
+        device=parse_device(config.model.device),
+        dtype=config.teacher.dtype,
+        tokenizer=_create_padded_tokenizer(config, Path(path)),
+        config=fsdp_config(config),
+        num_tops=num_tops,
     )
 
 
@@ -165,7 +177,12 @@ def create_beside(
         reference = lead_backend(group, REFERENCE, partial(build_reference, replace(config), source))
     if "values" in requires:
         critic = lead_backend(group, CRITIC, partial(build_critic, replace(config), source, critic_steps))
-    return Companions(reference, critic, reference_is_base=is_base)
+    num_tops = count_tops(config, requires)
+    teachers: dict[str, TrainingBackend] = {
+        name: lead_backend(group, f"{TEACHER} {name}", partial(build_teacher, replace(config), path, num_tops))
+        for name, path in find_teacher_models(config, requires).items()
+    }
+    return Companions(reference, critic, teachers, reference_is_base=is_base)
 
 
 def drop_reference(group: RankGroup | None) -> None:

@@ -32,6 +32,7 @@ from integration.parts.model_checks import describe_tokens
 from integration.parts.model_settings import create_tokenizer
 from integration.parts.models import describe_hardware, fix_hardware
 from integration.parts.sharded_models import check_rank_settings
+from integration.parts.teachers import check_teacher_fields
 from integration.run.directory import (
     METRICS_FILE,
     StopRequest,
@@ -268,6 +269,8 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
     warnings = [text for name, text in describe_tokens(config, tokenizer).items() if name.startswith("warning")]
     task = create_task(config, tokenizer, command.mode)  # finds errors of the data before anything is written
     check_best(config, task, command.mode)
+    if "rl" in command.mode:
+        check_teacher_fields(config, task.train_prompts, task.train_sources)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say: Callable[[str], None] = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels), keep_warnings(output_dir) as tell:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from integration.expressions.mixture import parse_columns, parse_mixture
 from integration.parts.agents import create_agents, has_reward
 from integration.parts.engines import create_embedded_engine, open_engines, open_weight_channel
 from integration.parts.model_settings import check_companions, create_tokenizer, find_directory, read_model_config
-from integration.parts.models import open_companions
+from integration.parts.models import Companions, open_companions
 from integration.parts.rewards import open_task, open_training_reward, use_own_reward
 from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
+from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
 from integration.run.step_files import Ledger, TrajectoryWriter
@@ -222,6 +224,15 @@ class _RLStage:
     evaluation: Evaluation
 
 
+def _watch(control: RunControl, policy: TrainingBackend, companions: Companions) -> None:
+    """Give the program each backend, under its name."""
+    backends = {"policy": policy, "reference": companions.reference, "critic": companions.critic}
+    backends |= {f"teacher {name}".strip(): some for name, some in companions.teachers.items()}
+    for name, some in backends.items():
+        if some is not None:
+            control.watch_backend(some, name)
+
+
 @asynccontextmanager
 async def _open_rl(
     config: Config, output_dir: Path, source_checkpoint: Path | None, control: RunControl, task: Task | None
@@ -231,15 +242,14 @@ async def _open_rl(
     tokenizer = create_tokenizer(config, source_checkpoint)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
     task = create_task(config, tokenizer, "rl") if task is None else task
+    check_teacher_fields(config, task.train_prompts, task.train_sources)
     budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
     start = source_checkpoint
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
     companions = create_beside(config, control.group, algorithm.requires, model, tokenizer, start, count_critic_updates(config))
-    for name, some in (("policy", backend), ("reference", companions.reference), ("critic", companions.critic)):
-        if some is not None:
-            control.watch_backend(some, name)
+    _watch(control, backend, companions)
     if task.recorded is not None:
         training = replace(training, first_version=task.recorded.newest_version)
     prompts = task.train_prompts if task.recorded is None else task.recorded.prompts
@@ -247,6 +257,7 @@ async def _open_rl(
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions, pipeline) as beside,
+        open_teacher(config, beside.teachers, pipeline, tokenizer, model.config.get_text_config().vocab_size) as teacher,
         open_engines(
             config,
             model,
@@ -270,6 +281,7 @@ async def _open_rl(
             metrics_logger=None if control.logger is None else StageLogger(control.logger, "rl"),
             reference=beside.reference,
             critic=beside.critic,
+            teacher=teacher,
             pad_id=ensure_pad_token(tokenizer),
             evaluate=evaluation.measure if task.heldout_prompts else None,
             checkpoint_dir=output_dir / CHECKPOINTS,
@@ -314,7 +326,7 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
         alone = mode == "dpo" and config.task not in SELF_MADE_TASKS
         task = create_empty_task(config.task) if alone else create_task(config, tokenizer, "rl" if mode == "dpo" else "sft")
         return add_preferences(config, tokenizer, task, limits=read_config_limits(read_model_config(config)))
-    num_heldout, data = config.evaluation.num_prompts, config.data
+    num_heldout = config.evaluation.num_prompts
     if config.task == "sort":
         task = create_sort_task(tokenizer, num_heldout=num_heldout)
     elif config.task == "sort-long":
@@ -326,31 +338,51 @@ def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = 
     elif config.task == "environment":
         task = create_environment_task(config, tokenizer, mode)
     else:
-        assert data.path is not None or data.mixture or data.rollouts, "Config checks that a task on the user's data has some"
-        rows = OwnData(
-            path=data.path,
-            eval_path=data.eval_path,
-            eval_fraction=data.eval_fraction,
-            mixture=parse_mixture(data.mixture),
-            columns=parse_columns(data.columns),
-            lazy=data.streaming,
-            needs_truth=config.reward.function is None,
-            num_heldout=num_heldout,
-            max_length=data.max_length,
-            truncate=data.truncate,
-            skip_bad_rows=data.skip_bad_rows,
-            limits=read_config_limits(read_model_config(config)),
-        )
-        if data.rollouts is not None:
-            smallest = 1 if learns_from_single_samples(config.algorithm) else 2
-            task = create_recorded_task(tokenizer, data.rollouts, rows, smallest_group=smallest, max_tokens=response_tokens(config))
-            return use_own_reward(config.reward, task)
-        if config.task == "gsm8k":  # its rows serve both stages
-            task = create_gsm8k_task(tokenizer, rows, max_tokens=response_tokens(config))
-        else:
-            rows = replace(rows, with_sft="sft" in mode, with_rl="rl" in mode)
-            task = create_jsonl_task(tokenizer, rows, max_tokens=response_tokens(config))
+        task = _create_own_task(config, tokenizer, mode)
     return use_own_reward(config.reward, task)
+
+
+def _create_own_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str) -> Task:
+    """Create the task of the user's rows, or of recorded rollouts."""
+    data, num_heldout = config.data, config.evaluation.num_prompts
+    assert data.path is not None or data.mixture or data.rollouts, "Config checks that a task on the user's data has some"
+    rows = OwnData(
+        path=data.path,
+        eval_path=data.eval_path,
+        eval_fraction=data.eval_fraction,
+        mixture=parse_mixture(data.mixture),
+        columns=parse_columns(data.columns),
+        lazy=data.streaming,
+        needs_truth=config.reward.function is None and not learns_without_rewards(config, mode),
+        num_heldout=num_heldout,
+        max_length=data.max_length,
+        truncate=data.truncate,
+        skip_bad_rows=data.skip_bad_rows,
+        limits=read_config_limits(read_model_config(config)),
+    )
+    if data.rollouts is not None:
+        smallest = 1 if learns_from_single_samples(config.algorithm) else 2
+        return create_recorded_task(tokenizer, data.rollouts, rows, smallest_group=smallest, max_tokens=response_tokens(config))
+    if config.task == "gsm8k":  # its rows serve both stages
+        task = create_gsm8k_task(tokenizer, rows, max_tokens=response_tokens(config))
+    else:
+        rows = replace(rows, with_sft="sft" in mode, with_rl="rl" in mode)
+        task = create_jsonl_task(tokenizer, rows, max_tokens=response_tokens(config))
+        if not rows.needs_truth and config.reward.function is None:
+            task = leave_unscored(task)
+    return task
+
+
+def learns_without_rewards(config: Config, mode: str) -> bool:
+    """Whether a run trains by RL on the user's rows with an algorithm that reads no rewards."""
+    return "rl" in mode and config.task == "jsonl" and not config.algorithm.reads_rewards
+
+
+def leave_unscored(task: Task) -> Task:
+    """Return the task without a reward and without held-out problems, if rows of its training have no right answer to compare with."""
+    looked_at = chain(islice(task.train_prompts, 20_000), task.heldout_prompts)
+    has_truth = all(prompt.metadata.get("ground_truth") is not None for prompt in looked_at)
+    return task if has_truth else replace(task, reward_fn=None, heldout_prompts=(), heldout_sources=())
 
 
 def create_rollout_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,7 @@ from integration.settings.sections import (
     RewardSection,
     RLSection,
     SFTSection,
+    TeacherSection,
     TrajectorySection,
 )
 from integration.settings.segment_wise import OPTION, SWITCH, derive_algorithm_call, resolve_async_config
@@ -91,6 +93,7 @@ class Config:
     rl: RLSection = field(default_factory=RLSection)
     preference: PreferenceSection = field(default_factory=PreferenceSection)
     reference: ReferenceSection = field(default_factory=ReferenceSection)
+    teacher: TeacherSection = field(default_factory=TeacherSection)
     critic: CriticSection = field(default_factory=CriticSection)
     generation: GenerationSection = field(default_factory=GenerationSection)
     episode: EpisodeSection = field(default_factory=EpisodeSection)
@@ -239,6 +242,7 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
             f"reference.path is {config.reference.path!r}, but rl.algorithm {name!r} has no KL term: "
             "give it a kl_coef, such as grpo(kl_coef=0.04), or leave --reference.path out"
         )
+    check_teacher_settings(config, algorithm)
     if critic not in (CriticSection(), OWN_MODEL_CRITIC) and "values" not in algorithm.requires:
         known = [vars(CriticSection()), vars(OWN_MODEL_CRITIC)]
         changed = next(f"critic.{key} is {value!r}" for key, value in vars(critic).items() if all(value != own[key] for own in known))
@@ -247,6 +251,65 @@ def check_algorithm_settings(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"critic.warmup_steps is {critic.warmup_steps} of rl.num_steps = {config.rl.num_steps}: the policy would never be trained"
         )
+
+
+def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if an algorithm of distillation has no teacher that fits, or a teacher has no such algorithm."""
+    name, teacher = config.rl.algorithm, config.teacher
+    tops = "teacher_tops" in algorithm.requires
+    if not tops and "teacher_log_probs" not in algorithm.requires:
+        if teacher.is_given:
+            raise ConfigError(
+                f"a teacher is given, but rl.algorithm {name!r} has none: add --algorithm opd or gkd, or leave --teacher options out"
+            )
+        return
+    if not teacher.is_given:
+        raise ConfigError(
+            f"rl.algorithm {name!r} needs a teacher: give --teacher.path DIR, --teacher.url http://host:port, --teacher.by FIELD with "
+            "--teacher.each, or --teacher.context '{prompt} Answer: {answer}', with which the policy is its own teacher"
+        )
+    if tops and (teacher.is_policy or teacher.url or teacher.servers):
+        who = "the policy itself" if teacher.is_policy else "a server"
+        raise ConfigError(
+            f"rl.algorithm {name!r} needs a teacher's most probable tokens, which {who} does not give here: name model directories "
+            "(--teacher.path, --teacher.each), or take --algorithm opd, which reads the sampled tokens alone"
+        )
+    if tops and config.backend.kind not in ("pytorch", "fsdp"):
+        raise ConfigError(
+            f"backend.kind is {config.backend.kind!r}, but the divergence of rl.algorithm {name!r} is computed with pytorch and fsdp: "
+            "choose one of them, or --algorithm opd"
+        )
+    if teacher.context is not None:
+        from rollouts.training.distillation.context import check_context
+
+        check_context(teacher.context)
+        if config.task in EPISODE_TASKS or config.agent.is_used:
+            raise ConfigError("teacher.context is given, but a context has a place in answers to single prompts only: leave it out")
+    sampling = config.generation
+    truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    if (teacher.url or teacher.servers) and (sampling.temperature != 1 or truncates):
+        raise ConfigError(
+            f"a server of a teacher scores at temperature 1 and over the whole vocabulary, but generation.temperature is "
+            f"{sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p:g}: leave them out, or "
+            "give the teacher as a directory (--teacher.path)"
+        )
+    if tops and truncates:
+        raise ConfigError(
+            f"rl.algorithm {name!r} compares whole distributions, but generation.top_p, top_k or min_p cut them: leave these out, or take "
+            "--algorithm opd"
+        )
+
+
+def find_teacher_models(config: Config, requires: Collection[str]) -> dict[str, str]:
+    """Return the directories of teachers that are models of this run, by name, if the algorithm needs teachers."""
+    return dict(config.teacher.models) if {"teacher_log_probs", "teacher_tops"} & set(requires) else {}
+
+
+def count_tops(config: Config, requires: Collection[str]) -> int:
+    """Return the number of most probable tokens that a teacher names: the whole vocabulary counts as more than any has; 0 = none."""
+    if "teacher_tops" not in requires:
+        return 0
+    return config.teacher.top_k or 2**24
 
 
 def sft_training_config(config: Config) -> SFTTrainingConfig:

@@ -161,6 +161,7 @@ HELDOUT = Effect(holds=has_heldout, needs="held-out problems: --data.eval-path")
 REFERENCE = Effect(
     holds=lambda c, m: "ref_log_probs" in c.algorithm.requires, needs="a KL term, such as --rl.algorithm 'grpo(kl_coef=0.04)'", part="rl"
 )
+TEACHER = Effect(holds=lambda c, m: c.teacher.is_given, needs="a teacher, such as --rl.algorithm opd --teacher.path DIR", part="rl")
 CRITIC = Effect(holds=lambda c, m: "values" in c.algorithm.requires, needs="a critic, such as --rl.algorithm 'ppo()'", part="rl")
 ASYNC = Effect(holds=lambda c, m: c.rl.asynchronous.enabled, needs="--rl.asynchronous.enabled", part="rl")
 EPISODES = Effect(holds=lambda c, m: c.task in EPISODE_TASKS, needs=f"a task with several turns: --task {', '.join(EPISODE_TASKS)}")
@@ -185,7 +186,8 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "enable_segment_wise_ppo": ASYNC,
     "model.revision": Effect(holds=names_hub_model, needs="a model of the hub: --model.path ORG/NAME"),
     "model.trust_remote_code": Effect(
-        holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model)), needs="a model directory: --model.path"
+        holds=lambda c, m: any((c.model.path, c.reference.path, c.critic.path, c.reward.model, c.teacher.models)),
+        needs="a model directory: --model.path",
     ),
     "model.vocab_size model.hidden_size model.intermediate_size model.num_layers model.num_heads model.num_kv_heads": BUILT_IN,
     "model.max_length": BUILT_IN,
@@ -250,6 +252,14 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "rl.kl_control.kl_coef rl.kl_control.target": REFERENCE,
     "reference.path reference.dtype": Effect(
         holds=has_reference, needs=f"{REFERENCE.needs}, or --mode dpo with a loss that compares with a reference"
+    ),
+    "teacher.path teacher.url teacher.by teacher.each teacher.context": TEACHER,
+    "teacher.kind teacher.tokenizer": Effect(
+        holds=lambda c, m: bool(c.teacher.url or c.teacher.servers), needs="a teacher that is a server: --teacher.url", part="rl"
+    ),
+    "teacher.dtype": Effect(holds=lambda c, m: bool(c.teacher.models), needs="a teacher in memory: --teacher.path", part="rl"),
+    "teacher.top_k": Effect(
+        holds=lambda c, m: "teacher_tops" in c.algorithm.requires, needs="a divergence over several tokens: --rl.algorithm gkd", part="rl"
     ),
     "rl.kl_control.horizon": Effect(
         holds=lambda c, m: REFERENCE.holds(c, m) and c.rl.kl_control.target is not None, needs="--rl.kl-control.target", part="rl"

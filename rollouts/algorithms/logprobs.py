@@ -287,14 +287,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor | None, plan: _Plan
     ) -> tuple[Tensor | None, ...]:
-        """Return log-probs, entropies, log-sums; with foresight the gradient of the log-probs and those of _Gradients; what is kept."""
-        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
+        """Return log-probs, entropies, log-sums; with foresight the gradient of the log-probs and those of HeadGradients; what is kept."""
+        head = OutputHead(hidden, cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
         precise = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.zeros(hidden.shape[0], dtype=precise, device=hidden.device)
         log_z = torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if plan.with_entropy else log_probs.new_empty(0)
         foreseen = None if plan.foresight is None else torch.empty_like(log_probs)
-        gradients = _Gradients.zero(head, weight, plan.wanted if plan.foresight is not None else (False,) * 3)
+        gradients = HeadGradients.zero(head, weight, plan.wanted if plan.foresight is not None else (False,) * 3)
         kept: list[Tensor] = []
         room = head.create_room(plan.chunk_size)
         for rows in head.cut(plan.chunk_size):
@@ -334,15 +334,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperatures, entropy, log_z, foreseen, *rest = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        early, kept = _Gradients(*rest[:3]), rest[3:]
+        early, kept = HeadGradients(*rest[:3]), rest[3:]
         upstream = torch.zeros_like(log_z) if grads[0] is None else grads[0].to(log_z.dtype)
         if plan.foresight is not None:
             if grads[1] is None and _have_same_bits(upstream, foreseen):
                 return early.round(weight, bias)
             plan.foresight.failed = True
         del early, rest
-        head = _Head(hidden, _cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
-        gradients = _Gradients.zero(head, weight, ctx.needs_input_grad[:3])
+        head = OutputHead(hidden, cast_once(weight, hidden), bias, targets, temperatures, plan.transform, plan.kept)
+        gradients = HeadGradients.zero(head, weight, ctx.needs_input_grad[:3])
         upstream_entropy = grads[1].to(log_z.dtype) if plan.with_entropy and grads[1] is not None else None
         room = head.create_room(plan.chunk_size)
         for i, rows in enumerate(head.cut(plan.chunk_size)):
@@ -360,7 +360,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return gradients.round(weight, bias)
 
 
-class _Head(NamedTuple):
+class OutputHead(NamedTuple):
     """Inputs of chunked_log_probs."""
 
     hidden: Tensor
@@ -396,7 +396,7 @@ class _Head(NamedTuple):
         return logits, changed
 
 
-class _Gradients(NamedTuple):
+class HeadGradients(NamedTuple):
     """Gradients of the inputs; None = not wanted."""
 
     hidden: Tensor | None
@@ -404,7 +404,7 @@ class _Gradients(NamedTuple):
     bias: Tensor | None
 
     @classmethod
-    def zero(cls, head: _Head, weight: Tensor, wanted: tuple[bool, ...]) -> _Gradients:
+    def zero(cls, head: OutputHead, weight: Tensor, wanted: tuple[bool, ...]) -> HeadGradients:
         """Create gradients to add to, those of hidden not filled in."""
         precise = torch.promote_types(head.hidden.dtype, torch.float32)
         return cls(
@@ -421,7 +421,7 @@ class _Gradients(NamedTuple):
             self.hidden[rows] = 0
         return True
 
-    def add(self, head: _Head, rows: slice, grad: Tensor, changed: Tensor | None) -> None:
+    def add(self, head: OutputHead, rows: slice, grad: Tensor, changed: Tensor | None) -> None:
         """Add the gradients of a chunk from that of its tempered logits # [C, V], which is overwritten."""
         hidden = head.hidden[rows]
         own = _find_products(hidden, head.weight, head.transform)
@@ -494,7 +494,7 @@ def _have_same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
-def _cast_once(weight: Tensor, hidden: Tensor) -> Tensor:
+def cast_once(weight: Tensor, hidden: Tensor) -> Tensor:
     """Return the output layer in the dtype of products with these hidden states, so that no chunk casts it again."""
     return weight.to(hidden.dtype if hidden.is_cuda else torch.promote_types(hidden.dtype, torch.float32))
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from rollouts.algorithms.anchors import Combine, GiGPOSettings, add_weighted
 from rollouts.algorithms.corrections import anchor_to_proximal, truncate_weights
 from rollouts.algorithms.covariance import select_kl_cov
+from rollouts.algorithms.distillation.signals import divergence_loss, estimate_beside_divergence, estimate_from_teacher
 from rollouts.algorithms.estimators import (
     estimate_gae,
     estimate_gdpo,
@@ -57,6 +58,7 @@ from rollouts.algorithms.statistics import batch_mean, group_mean, group_std, le
 from rollouts.algorithms.surrogates import (
     LOG_RATIO_BOUND,
     cispo_fractions,
+    importance_weighted,
     inside_binary_kl,
     inside_tv,
     outside_fractions,
@@ -693,6 +695,67 @@ def gigpo(
             clipped_policy_loss, low=clip_low, high=clip_high, dual=dual, ratio=BOUNDED_RATIO, **fill_terms(kl_coef, entropy_coef, kl)
         ),
         requires=find_required(kl_coef, entropy_coef) | {"turns"},
+    )
+
+
+# -- distillation from a teacher
+
+
+def opd(coef: float = 1.0, reward_coef: float = 0.0, gamma: float = 0.0, bound: float | None = None) -> Algorithm:
+    """A_t = coef (log p_teacher(y_t) - log p(y_t)) + reward_coef (r - mean(group)) / std(group); loss = -mean over tokens of r_t A_t.
+
+    On-policy distillation: the policy answers, and the teacher says of every token that was sampled how much more, or less, probable it is
+    to it. The expected gradient is that of -KL(policy || teacher) per token.
+
+    When: a better model of the same tokenizer is there; a signal at every token, where a reward has one at the end. Rewards are not needed.
+
+    Args:
+        coef: factor of the teacher's signal, at least 0.
+        reward_coef: factor of GRPO's advantages of the rewards; 0 = rewards are not trained on.
+        gamma: discount in [0, 1] of the signal of later tokens; 0 = each token has its own alone, as in the source.
+        bound: most nats of a token's signal on both sides, more than 0; None = no bound.
+
+    Source: Thinking Machines 2025 (On-policy distillation), with the importance-sampling loss and kl_discount_factor 0 of tinker-cookbook;
+    Agarwal et al. 2024 (On-policy distillation of language models), where the divergence is over the vocabulary: see gkd.
+    """
+    check_number("coef", coef, lambda x: x >= 0, "at least 0")
+    check_number("reward_coef", reward_coef, lambda x: x >= 0, "at least 0")
+    check_number("gamma", gamma, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("bound", bound, lambda x: x > 0, "more than 0", optional=True)
+    return Algorithm(
+        estimate=partial(estimate_from_teacher, coef=coef, gamma=gamma, bound=bound, reward_coef=reward_coef),
+        weigh=token_mean,
+        loss=partial(policy_loss, surrogate=importance_weighted, ratio=BOUNDED_RATIO),
+        requires=frozenset({"rollout_log_probs", "teacher_log_probs"}),
+        reads_rewards=reward_coef > 0,
+    )
+
+
+def gkd(beta: float = 0.5, coef: float = 1.0, reward_coef: float = 0.0, clip_low: float = 0.2, clip_high: float = 0.2) -> Algorithm:
+    """loss = mean over tokens of coef * JSD_beta(teacher, policy), over the vocabulary, plus reward_coef times GRPO's clipped loss.
+
+    When: as opd, with a teacher in memory: its whole distribution at each token has less variance than the sampled token alone.
+
+    Args:
+        beta: 0 = KL(teacher || policy), 1 = KL(policy || teacher), between them the generalized Jensen-Shannon divergence.
+        coef: factor of the divergence, at least 0.
+        reward_coef: factor of GRPO's advantages of the rewards; 0 = rewards are not trained on.
+        clip_low, clip_high: widths of the clip of the rewards' part.
+
+    Source: Agarwal et al. 2024 (On-policy distillation of language models: GKD), equation 1; values and gradients are those of TRL's
+    GKDTrainer.generalized_jsd_loss. Of a teacher that names its K most probable tokens, all others count as one.
+    """
+    check_number("beta", beta, lambda x: 0 <= x <= 1, "in [0, 1]")
+    check_number("coef", coef, lambda x: x >= 0, "at least 0")
+    check_number("reward_coef", reward_coef, lambda x: x >= 0, "at least 0")
+    check_clip(clip_low, clip_high, None)
+    rewards = partial(clipped_policy_loss, low=clip_low, high=clip_high, ratio=BOUNDED_RATIO) if reward_coef else None
+    return Algorithm(
+        estimate=partial(estimate_beside_divergence, beta=beta, reward_coef=reward_coef),
+        weigh=token_mean,
+        loss=partial(divergence_loss, coef=coef, beside=rewards),
+        requires=frozenset({"rollout_log_probs", "teacher_tops"}),
+        reads_rewards=reward_coef > 0,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack, cast
 
@@ -22,7 +23,7 @@ from rollouts.backends.optim.optimizers import (
 )
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
-from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
+from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.linear import Kernels, use_kernels
 from rollouts.models.loading import open_model, parse_dtype
@@ -150,20 +151,31 @@ def create_reference_backend(
     kernels: Kernels = "torch",
     dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
+    num_tops: int = 0,
 ) -> PyTorchTrainingBackend:
-    """Create a backend that only computes log-probs, for the reference= of run_rl_training: no gradients, no optimizer state.
+    """Create a backend that only computes log-probs, for the reference= of run_rl_training and for a teacher: no gradients, no optimizer
+    state.
 
     Args:
         model: a directory (its tokenizer is loaded, too, unless one is given) or a model. The model is frozen: pass a copy of a policy.
         kernels: as in create_pytorch_backend.
         dtype: dtype of its weights; bfloat16 takes half the memory and needs compute_dtype bfloat16.
+        num_tops: tokens that it names as the most probable in place of each, for a divergence from a teacher; the vocabulary at most. 0 =
+            none.
     """
     model, tokenizer = open_model(model, tokenizer)
     freeze_weights(model, dtype)
     use_kernels(cast("torch.nn.Module", model), kernels)
     model = cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
     optimizer = create_idle_optimizer(cast("torch.nn.Module", model))
-    return PyTorchTrainingBackend(model, optimizer, device=device, compute_dtype=parse_dtype(compute_dtype), tokenizer=tokenizer)
+    return PyTorchTrainingBackend(
+        model,
+        optimizer,
+        device=device,
+        compute_dtype=parse_dtype(compute_dtype),
+        tokenizer=tokenizer,
+        compute_outputs=partial(compute_tops, k=num_tops) if num_tops else compute_log_probs,
+    )
 
 
 def assemble_backend(

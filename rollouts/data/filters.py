@@ -120,7 +120,7 @@ def make_length_filter(min_tokens: int = 1, max_tokens: int | None = None) -> Ca
 
 # -- rows of a batch whose numbers are bad before the update
 
-_COLUMNS = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "segment_log_probs")
+_COLUMNS = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "ref_log_probs", "teacher_log_probs", "segment_log_probs")
 _MOST_NAMED = 5
 
 

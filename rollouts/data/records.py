@@ -31,7 +31,7 @@ class TurnEstimate:
 
 
 TOKEN_COLUMNS = ("advantages", "returns", "values", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs",
-                 "loss_weights", "importance_weights")  # fmt: skip
+                 "teacher_log_probs", "loss_weights", "importance_weights")  # fmt: skip
 """Fields of an Estimate with one number a token, each named as its column of the TrainBatch."""
 
 UPDATE_COLUMNS = ("log_probs", "ratios", "loss_weights")
@@ -55,6 +55,7 @@ class Estimate:
     prox_log_probs: tuple[float, ...] | None = None  # the proximal policy of decoupled objectives
     segment_log_probs: tuple[float, ...] | None = None  # under the weights one version after those that sampled the token
     ref_log_probs: tuple[float, ...] | None = None  # the reference policy
+    teacher_log_probs: tuple[float, ...] | None = None  # the teacher of distillation
     loss_weights: tuple[float, ...] | None = None  # weight of the token in the loss; None = not known, as where a step has mini-batches
     importance_weights: tuple[float, ...] | None = None  # factor of the policy term; 0 = left out as too far off policy
     group_rewards: tuple[float, ...] = ()  # trained on, of all samples of its group and subgroup, its own too: a file may hold some

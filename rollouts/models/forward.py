@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollouts.algorithms.distillation.divergences import TeacherTops, chunked_divergence, chunked_tops
 from rollouts.algorithms.logprobs import Foresight, LogitTransform, PackedShift, Sampling, chunked_log_probs, shift_packed
 from rollouts.batches import SharedPrompts, find_context_starts, find_shared_prompts, map_kept, map_turns, select_kept
 from rollouts.data.model_limits import ModelLimits
@@ -83,14 +84,15 @@ class PackedRows:
     cuts: dict[int, PackedRows] = field(default_factory=dict[int, "PackedRows"])  # results of cut
     continuations: Continuations | None = None  # None = no prompt is shared, and the packed tokens are those of the rows
     kept: KeptSets | None = None  # [M] sets that the predicted tokens were drawn from; None = all of the whole vocabulary
+    tops: TeacherTops | None = None  # [M] what a teacher finds most probable there; None = no divergence is computed
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Unpack [N] -> [B, T], 0 on pads, a shared token in each of its rows; keeps the gradient."""
-        flat = torch.zeros(self.shape[0] * self.shape[1], dtype=values.dtype, device=values.device)
+        """Unpack [N, ...] -> [B, T, ...], 0 on pads, a shared token in each of its rows; keeps the gradient."""
+        flat = torch.zeros((self.shape[0] * self.shape[1], *values.shape[1:]), dtype=values.dtype, device=values.device)
         if self.continuations is not None:
             values = values.index_select(0, self.continuations.sources)
-            return flat.index_copy(0, self.continuations.flat_index, values).view(self.shape)
-        return flat.index_copy(0, self.flat_index, values).view(self.shape)
+            return flat.index_copy(0, self.continuations.flat_index, values).view(*self.shape, *values.shape[1:])
+        return flat.index_copy(0, self.flat_index, values).view(*self.shape, *values.shape[1:])
 
     def split_lengths(self, values: Tensor) -> list[Tensor]:
         """Split values [N, ...] of packed tokens into one [S, L, ...] for each distinct length; the gradient is gathered, not scattered."""
@@ -130,7 +132,10 @@ class PackedRows:
         assert self.continuations is None, f"shared prompts are packed on the CPU alone, not for {device}"
         moved: dict[str, Any] = {f.name: _send(x, device) for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
         kept = None if self.kept is None else map_kept(self.kept, partial(_send, device=device))
-        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={}, kept=kept)
+        tops = self.tops
+        if tops is not None:
+            tops = replace(tops, ids=_send(tops.ids, device), log_probs=_send(tops.log_probs, device))
+        return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={}, kept=kept, tops=tops)
 
 
 class _Permuted(torch.autograd.Function):
@@ -220,7 +225,7 @@ def is_gradient_zero(loss: Tensor, outputs: TokenOutputs) -> bool:
     Args:
         loss: a function of the outputs, not yet differentiated.
     """
-    found = [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]
+    found = [x for x in (outputs.log_probs, outputs.entropy, outputs.values, outputs.divergence) if x is not None and x.requires_grad]
     if not found or not loss.requires_grad:
         return False
     gradients = cast("tuple[Tensor | None, ...]", torch.autograd.grad(loss, found, retain_graph=True, allow_unused=True))
@@ -416,6 +421,10 @@ def pack_batch(batch: TrainBatch, device: torch.device, *, share: bool = False) 
     if batch.kept is not None:
         predicted = packed.flat_index[packed.shift.positions]
         packed = replace(packed, kept=select_kept(batch.kept, lambda column: column.flatten()[predicted]))
+    if batch.teacher_beta is not None and batch.teacher_ids is not None and batch.teacher_tops is not None:
+        predicted = packed.flat_index[packed.shift.positions]
+        ids, log_probs = batch.teacher_ids.flatten(0, 1)[predicted], batch.teacher_tops.flatten(0, 1)[predicted]
+        packed = replace(packed, tops=TeacherTops(ids, log_probs, float(batch.teacher_beta[0])))
     return packed.to(device)
 
 
@@ -601,29 +610,74 @@ def compute_log_probs(
 
     In a row of several contexts a token is conditioned on its own context; both outputs are 0 at the first token of each.
     """
-    layer = get_output_layer(model)
-    shift = packed.shift
+    reading = _read_output_layer(model, hidden, packed, temperatures, options)
+    positions = packed.shift.positions
+    foreseen = None if options.routers.modules or packed.tops is not None else options.foreseen
+    log_probs, entropy = chunked_log_probs(
+        reading.inputs,
+        reading.weight,
+        packed.shift.targets,
+        sampling=Sampling(reading.temperatures, packed.kept),
+        with_entropy=options.with_entropy,
+        foresight=None if foreseen is None else foreseen.foresee(packed, positions, with_entropy=options.with_entropy),
+        **reading.settings,
+    )
+    outputs = TokenOutputs(
+        log_probs=_place(log_probs, packed, positions),
+        entropy=None if entropy is None else _place(entropy, packed, positions),
+    )
+    if packed.tops is None:
+        return outputs
+    if packed.kept is not None:
+        raise DataError(
+            "a divergence from the teacher is over the whole vocabulary, but tokens were drawn with top_p, top_k or min_p: sample with "
+            "--generation.top-p 1, or use the sampled tokens alone: opd"
+        )
+    found = chunked_divergence(reading.inputs, reading.weight, packed.tops, temperatures=reading.temperatures, **reading.settings)
+    return replace(outputs, divergence=_place(found, packed, positions))
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """Inputs of the output layer at the predictors of M tokens, and the settings of its passes."""
+
+    inputs: Tensor  # [M, K]
+    weight: Tensor  # [V, K]
+    temperatures: Tensor | None  # [M]
+    settings: dict[str, Any]  # bias, chunk_size and transform of the functions in chunks
+
+
+def _read_output_layer(
+    model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions
+) -> _Reading:
+    layer, shift = get_output_layer(model), packed.shift
     if temperatures is not None:
         row_of_token = packed.flat_index // packed.shape[1]
         temperatures = temperatures[row_of_token[shift.positions]]
     inputs = _run_before(layer.before, hidden[shift.predictors], options.compute_dtype)
-    log_probs, entropy = chunked_log_probs(
+    transform = layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN)
+    return _Reading(
         inputs.to(options.compute_dtype),
         layer.weight if layer.token_scale is None else layer.weight * layer.token_scale()[:, None],
-        shift.targets,
-        bias=layer.bias,
-        sampling=Sampling(temperatures, packed.kept),
-        chunk_size=options.chunk_size,
-        with_entropy=options.with_entropy,
-        transform=layer.transform if layer.module is None else replace(layer.transform or LogitTransform(), products=ONEDNN),
-        foresight=None
-        if options.foreseen is None or options.routers.modules
-        else options.foreseen.foresee(packed, shift.positions, with_entropy=options.with_entropy),
+        temperatures,
+        {"bias": layer.bias, "chunk_size": options.chunk_size, "transform": transform},
     )
-    return TokenOutputs(
-        log_probs=_place(log_probs, packed, shift.positions),
-        entropy=None if entropy is None else _place(entropy, packed, shift.positions),
-    )
+
+
+def compute_tops(
+    model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions, *, k: int
+) -> TokenOutputs:
+    """Head of a teacher: compute_log_probs, and beside each token the k that are most probable in its place, computed in chunks.
+
+    Args:
+        k: more than the vocabulary counts as the vocabulary.
+    """
+    outputs = compute_log_probs(model, hidden, packed, temperatures, options)
+    reading = _read_output_layer(model, hidden, packed, temperatures, options)
+    with torch.no_grad():
+        sampling = Sampling(reading.temperatures, packed.kept)
+        found = chunked_tops(reading.inputs, reading.weight, k, sampling=sampling, **reading.settings)
+    return replace(outputs, tops=_place(found, packed, packed.shift.positions))
 
 
 def compute_values(
@@ -657,14 +711,16 @@ def describe_outputs(compute_outputs: ComputeOutputs) -> frozenset[str] | None:
     """
     if compute_outputs is compute_log_probs:
         return frozenset({"log_probs", "entropy"})
+    if isinstance(compute_outputs, partial) and compute_outputs.func is compute_tops:
+        return frozenset({"log_probs", "entropy", "tops"})
     if compute_outputs is compute_values:
         return frozenset({"values"})
     return frozenset({"scores"}) if compute_outputs is compute_scores else None
 
 
 def _place(values: Tensor, packed: PackedRows, positions: Tensor) -> Tensor:
-    """Scatter values of packed positions into [B, T], 0 elsewhere; keeps the gradient."""
-    flat = torch.zeros(packed.tokens.shape, dtype=values.dtype, device=values.device)
+    """Scatter values [M, ...] of packed positions into [B, T, ...], 0 elsewhere; keeps the gradient."""
+    flat = torch.zeros((*packed.tokens.shape, *values.shape[1:]), dtype=values.dtype, device=values.device)
     return packed.unpack(flat.index_copy(0, positions, values))
 
 

@@ -12,6 +12,7 @@ from rollouts.engines.protocol import EngineFeature, InferenceEngine, get_engine
 from rollouts.errors import ConfigError, DataError
 from rollouts.generation.contract import gives_turns
 from rollouts.models.tokens import explain_token_differences
+from rollouts.training.distillation.teachers import TEACHER_COLUMNS, Teacher, list_teacher_backends
 from rollouts.types import Algorithm, Sample, TrainBatch
 
 POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
@@ -20,7 +21,9 @@ POLICY_COLUMNS = ("old_log_probs", "prox_log_probs")
 SAMPLE_COLUMNS = ("rollout_log_probs", "segment_log_probs", "weight_versions", "turns", "reward_components")
 """Columns that come with the samples."""
 
-FILLABLE = frozenset({*POLICY_COLUMNS, *SAMPLE_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows", "policy_versions"})
+FILLABLE = frozenset({
+    *POLICY_COLUMNS, *SAMPLE_COLUMNS, *TEACHER_COLUMNS, "ref_log_probs", "values", "entropy", "greedy_rows", "policy_versions",
+})  # fmt: skip
 """All names that Algorithm.requires may have. greedy_rows is no column: rows with trainable = False, which come with the samples."""
 
 
@@ -42,6 +45,7 @@ def check_requirements(
     backend: TrainingBackend | None = None,
     source: object | None = None,
     controls_kl: bool = False,
+    teacher: Teacher | None = None,
 ) -> None:
     """Raise ConfigError if the loop cannot provide the columns that the algorithm requires. Called before the first rollout.
 
@@ -53,6 +57,7 @@ def check_requirements(
         source: source of the rollouts; None = not checked. It must declare (ConfiguredSource) a greedy row in each group and segment
             log-probs, if required.
         controls_kl: whether a KL controller sets the coefficient of the algorithm's KL term.
+        teacher: teacher of distillation, ignored by an algorithm without one.
     """
     unknown = sorted(algorithm.requires - FILLABLE)
     if unknown:
@@ -78,8 +83,24 @@ def check_requirements(
     if reference is not None and "ref_log_probs" in algorithm.requires:
         _check_outputs("reference=", reference, "log_probs", "it is a language model, make it with create_reference_backend(...)")
         _check_tokens("reference", backend, reference)
+    _check_teacher(algorithm, backend, teacher)
     if source is not None:
         _check_source(algorithm, source)
+
+
+def _check_teacher(algorithm: Algorithm, backend: TrainingBackend | None, teacher: Teacher | None) -> None:
+    wanted = algorithm.requires & frozenset(TEACHER_COLUMNS)
+    if not wanted:
+        return
+    if teacher is None:
+        raise ConfigError(f"the algorithm requires {sorted(wanted)[0]} (it distils a teacher): pass teacher=ModelTeacher(backend=...)")
+    if missing := sorted(wanted - teacher.fills):
+        raise ConfigError(
+            f"the algorithm requires {missing[0]}, which the teacher does not compute: make its backend with "
+            "create_reference_backend(..., num_tops=64), or distil the sampled tokens alone: opd"
+        )
+    for name, one in list_teacher_backends(teacher).items():
+        _check_tokens(name, backend, one)
 
 
 def _check_outputs(name: str, backend: TrainingBackend, wanted: str, advice: str) -> None:

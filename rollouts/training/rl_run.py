@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import time
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from rollouts.errors import BadNumberError, CheckpointError, ConfigError, DataEr
 from rollouts.seeds import derive_seed
 from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.checkpoints import RUN_STATE_FILE
+from rollouts.training.distillation.teachers import TEACHER_COLUMNS, Teacher
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.training.requirements import (
@@ -129,6 +131,7 @@ class RLParts:
     reference: TrainingBackend | None = None  # frozen model of a KL term; ignored by an algorithm without one
     critic: TrainingBackend | None = None  # model with a value head, for an algorithm that requires values; trained beside the policy,
     # alone in the first config.critic_warmup_steps steps, and saved in the directory "critic" of each checkpoint
+    teacher: Teacher | None = None  # teacher of distillation; ignored by an algorithm without one
     pad_id: int = 0  # token that pads rows; never computed
     evaluate: EvaluateFn | None = None  # called every config.eval_every steps, after the sync; its metrics are added to that step's line
     checkpoint_dir: Path | None = None  # gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none
@@ -261,6 +264,7 @@ class RLRun:
             backend=parts.backend,
             source=source,
             controls_kl=config.kl_control is not None,
+            teacher=parts.teacher,
         )
         if config.router_balance_coef:
             require_balance(parts.backend)
@@ -345,6 +349,14 @@ class RLRun:
                 error.add_note(f"its rollouts are those of the prompts {_name_prompts(rollouts)}")
                 raise
 
+    async def _ask_teacher(self, batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
+        """Fill the columns that the algorithm requires of a teacher."""
+        wanted = self.algorithm.requires & frozenset(TEACHER_COLUMNS)
+        if not wanted or not find_trained_rows(batch):
+            return batch
+        assert self.parts.teacher is not None, "check_requirements admits columns of a teacher only with one"
+        return await self.parts.teacher.fill(batch, samples, wanted, max_tokens=self.config.max_tokens_per_microbatch)
+
     async def _train(self, step: int, rollouts: RolloutBatch) -> Metrics:
         config, parts, kl_control = self.config, self.parts, self._kl_control
         if parts.on_rollouts is not None:
@@ -354,7 +366,8 @@ class RLRun:
         check_versions(rollouts.samples, self.served.version)  # a sync has ended, so no answer has a later version
         samples = shape_rewards(rollouts.samples, config.shape_reward)
         check_sampled_whole(samples, self.algorithm)
-        batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=True, with_experts=config.router_replay)
+        needs_rewards = self.algorithm.reads_rewards
+        batch = collate_samples(samples, pad_id=parts.pad_id, require_rewards=needs_rewards, with_experts=config.router_replay)
         if config.router_replay:
             check_recorded_experts(batch, samples)
         sifted, bad = sift_rows(batch, find_empty_answers(batch), "empty_answer", config.bad_numbers, samples)
@@ -364,6 +377,8 @@ class RLRun:
         parity, algorithm = await self._compare(step, batch, rollouts)
         check_sampled_whole(samples, algorithm)  # a corrected algorithm may read log-probs that the configured one does not
         plan = self._plan_updates(step)
+        if sifted is not None:
+            batch = await self._ask_teacher(batch, samples)
         if parts.record is not None:
             chosen = tuple(parts.record.select(step + 1, rollouts))
             plan = replace(plan, record=RecordRequest(rows=chosen, on_update=partial(parts.record.write, step + 1, rollouts)))
@@ -385,14 +400,18 @@ class RLRun:
         self._count_left_out(metrics)
         if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
-        metrics |= summarize_rollouts(rollouts, weight_version=self.served.version)
+        summary = summarize_rollouts(rollouts, weight_version=self.served.version)
+        metrics |= {name: value for name, value in summary.items() if self.algorithm.reads_rewards or not math.isnan(value)}
         for engine in parts.engines:
             if EngineFeature.METRICS in get_engine_features(engine):
                 metrics |= require_engine_feature(engine, EngineFeature.METRICS, "the line of metrics").metrics()
         metrics["epoch"] = float(max(sample.group_index for sample in rollouts.samples) // len(parts.data_buffer))
         if config.shape_reward is not None:
             metrics["shaped_reward_mean"] = summarize_samples(select_trainable(samples) or samples)["reward_mean"]
-        self._signs, found = look(self._signs, metrics, stage="rl")
+        read = metrics
+        if not self.algorithm.reads_rewards:  # equal ones say nothing of what it learns
+            read = {name: value for name, value in metrics.items() if not name.startswith(("reward_", "zero_std"))}
+        self._signs, found = look(self._signs, read, stage="rl")
         for text in found:
             logging.getLogger(__name__).warning("%s", text)
         return metrics

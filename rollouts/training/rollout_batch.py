@@ -14,6 +14,7 @@ import trio
 from torch import Tensor
 
 from rollouts.algorithms.anchors import summarize_anchors
+from rollouts.algorithms.distillation.signals import measure_teacher
 from rollouts.algorithms.estimators import check_advantages
 from rollouts.algorithms.gigpo_steps import describe_turns, word_turn
 from rollouts.algorithms.kl_control import measure_kl
@@ -26,6 +27,7 @@ from rollouts.data.filters import describe_left_out, find_bad_log_probs, refuse_
 from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, DataError, raise_single_errors
 from rollouts.seeds import derive_seed
+from rollouts.training.distillation.teachers import TEACHER_COLUMNS
 from rollouts.training.requirements import POLICY_COLUMNS, SAMPLE_COLUMNS
 from rollouts.training.steps import (
     Metrics,
@@ -123,11 +125,13 @@ async def fill_columns(
     """
     wanted = algorithm.requires - frozenset(skip)
     batch = fill_versions(batch, wanted, current_version)
-    missing = [column for column in SAMPLE_COLUMNS if column in wanted and getattr(batch, column) is None]
+    missing = [column for column in (*SAMPLE_COLUMNS, *TEACHER_COLUMNS) if column in wanted and getattr(batch, column) is None]
     if missing:
         advice = "fill them where the samples are generated"
         if missing == ["reward_components"]:
             advice = "score them by a reward of named parts: create_composite_reward, or EvaluateResult(..., metrics={name: MetricResult})"
+        if set(missing) <= set(TEACHER_COLUMNS):
+            advice = "a teacher fills them before: await teacher.fill(batch, samples, ...)"
         raise DataError(f"the algorithm requires {missing}, which the samples do not have: {advice}")
     others = replace(batch, routed_experts=None)  # the experts of another model are its own
     forward = partial(submit_forward, max_tokens_per_microbatch=max_tokens_per_microbatch)
@@ -236,19 +240,20 @@ async def train_on_rollouts(
     without a trained token changes nothing; its metrics are num_tokens and num_updates, both 0, and num_bad_all_masked, 1.
 
     Args:
-        batch: rows with rewards and rollout_log_probs; the columns in algorithm.requires are filled here.
+        batch: rows with rewards and rollout_log_probs; the columns in algorithm.requires are filled here, but for those of a teacher
+            (distillation.teachers.Teacher.fill).
         plan: plan of the optimizer steps; default: one.
         reference: frozen model of a KL term.
         critic: model behind the values of algorithm.estimate; trained on the same mini-batches towards the returns, mean over tokens.
         on_estimate: called with the checked result of algorithm.estimate before the first step, for example to write some of it to a
             file. If it waits, the steps go on beside it; it has ended when this function returns.
-        samples: samples of the rows, in their order; read only for DEBUG logs of their names, groups and states.
+        samples: samples of the rows, in their order: read only for DEBUG logs of their names, groups and states.
 
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic:
         critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
         update. With a reference: reference_kl, see measure_kl, from old_log_probs or, if only the loss fills these, from
-        rollout_log_probs. With plan.kl_coef: kl_coef. With an algorithm that compares turns: the metrics of summarize_anchors; this
-        module's logger logs the terms of each advantage at DEBUG.
+        rollout_log_probs. With a teacher: the metrics of measure_teacher. With plan.kl_coef: kl_coef. With an algorithm that compares
+        turns: the metrics of summarize_anchors; this module's logger logs the terms of each advantage at DEBUG.
     """
     plan = plan or UpdatePlan()
     if not find_trained_rows(batch):
@@ -364,6 +369,7 @@ def _estimate(batch: TrainBatch, algorithm: Algorithm, kl_coef: float | None, sa
     metrics: Metrics = {}
     if batch.ref_log_probs is not None:
         metrics |= _measure_reference_kl(batch)
+    metrics |= measure_teacher(batch)
     if kl_coef is not None:
         if "reference_kl" not in metrics:
             raise DataError("a KL controller measures the KL of the policy that sampled, but the samples have no rollout_log_probs")

@@ -257,10 +257,12 @@ class PendingForward:
     futures: tuple[Future[Tensor], ...]  # one a micro-batch
 
     async def result(self) -> Tensor:
-        """Return [B, T] in the row order of the batch; 0 on pads and in untrained rows."""
+        """Return [B, T] in the row order of the batch, or [B, T, ...] as output_fn; 0 on pads and in untrained rows."""
         out = torch.zeros(self.batch.tokens.shape, dtype=torch.float32)
         for rows, future in zip(self.parts, self.futures, strict=True):
-            part = await future.result()  # [rows, T of the micro-batch <= T]
+            part = await future.result()  # [rows, T of the micro-batch <= T, ...]
+            if part.dim() > out.dim():
+                out = torch.zeros((*out.shape, *part.shape[2:]), dtype=torch.float32)
             out[torch.tensor(rows), : part.shape[1]] = part
         return out
 

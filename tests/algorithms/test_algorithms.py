@@ -40,12 +40,14 @@ from rollouts.algorithms.presets import (
     dr_grpo,
     gdpo,
     gigpo,
+    gkd,
     gmpo,
     gpg,
     grpo,
     gspo,
     kl_cov,
     max_rl,
+    opd,
     opo,
     pass_at_k,
     ppo,
@@ -95,6 +97,10 @@ CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "remax": (remax(), oracles_algorithms.remax),
     "opo": (opo(), oracles_algorithms.opo),
     "gpg": (gpg(2.0), partial(oracles_algorithms.gpg, f_norm=2.0)),
+    "opd": (opd(), oracles_algorithms.opd),
+    "opd, all terms": (opd(0.5, 2.0, 0.9, bound=0.4), partial(oracles_algorithms.opd, coef=0.5, reward_coef=2.0, gamma=0.9, bound=0.4)),
+    "gkd": (gkd(), oracles_algorithms.gkd),
+    "gkd, with rewards": (gkd(coef=0.3, reward_coef=2.0), partial(oracles_algorithms.gkd, coef=0.3, reward_coef=2.0)),
     "reinforce_plus_plus": (reinforce_plus_plus(0.1, 0.9), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.1, gamma=0.9)),
     "reinforce_plus_plus, no KL": (reinforce_plus_plus(0.0), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.0)),
     "reinforce_plus_plus_baseline": (
@@ -191,6 +197,9 @@ def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False
         segment_log_probs=rollout + draw(0.2),
         ref_log_probs=rollout + draw(0.3),
         values=draw(),
+        teacher_log_probs=rollout + torch.randn(rows, width, generator=ages, dtype=torch.float64),
+        teacher_ids=torch.zeros(rows, width, 2, dtype=torch.int32),
+        teacher_tops=torch.zeros(rows, width, 2),
         segment_mask=torch.rand(rows, width, generator=ages) < 0.6,
         weight_versions=torch.randint(0, 6, (rows, width), generator=ages),
         policy_versions=torch.full((rows,), 4.5 if seed % 2 else 4.0),
@@ -233,6 +242,10 @@ def entropy_of(log_probs: torch.Tensor) -> torch.Tensor:
     return torch.where(log_probs.isfinite(), log_probs, 0.0).square()  # any function of the log-probs will do
 
 
+def divergence_of(log_probs: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.where(log_probs.isfinite(), log_probs, 0.0).sin()
+
+
 def run(algorithm: Algorithm, log_probs: torch.Tensor, batch: TrainBatch, parts: list[list[int]] | None = None):
     """Loss and gradient of a whole step, in one call or as a sum over micro-batches."""
     leaf = log_probs.detach().clone().requires_grad_()
@@ -242,7 +255,7 @@ def run(algorithm: Algorithm, log_probs: torch.Tensor, batch: TrainBatch, parts:
     for rows in parts or [list(range(batch.num_rows))]:
         micro = select_rows(step, rows)
         own = leaf[rows, : micro.tokens.shape[1]]
-        loss, metrics = algorithm.loss(TokenOutputs(log_probs=own, entropy=entropy_of(own)), micro)
+        loss, metrics = algorithm.loss(TokenOutputs(log_probs=own, entropy=entropy_of(own), divergence=divergence_of(own)), micro)
         assert all(bool(torch.isfinite(value).all()) for value in metrics.values()), metrics
         loss.backward()
         total = total + loss.detach()
@@ -263,6 +276,8 @@ def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: Tr
         ref=batch.ref_log_probs.tolist(),
         values=batch.values.tolist(),
         entropy=[list(row) for row in entropy_of(leaf)],
+        teacher=batch.teacher_log_probs.tolist(),
+        divergence=[list(row) for row in divergence_of(leaf)],
         trainable=batch.trainable.tolist(),
         versions=batch.weight_versions.tolist(),
         computed=batch.segment_mask.tolist(),
@@ -314,9 +329,9 @@ def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, s
     close(moved[1], gradient[order])
 
     def widen(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+        if not isinstance(x, torch.Tensor) or x.dim() < 2:
             return x
-        return torch.cat([x, torch.zeros(6, 3, dtype=x.dtype)], dim=1)
+        return torch.cat([x, torch.zeros(6, 3, *x.shape[2:], dtype=x.dtype)], dim=1)
 
     turns = replace(batch.turns, ids=torch.cat([batch.turns.ids, torch.full((6, 3), -1)], dim=1))
     wide = replace(
@@ -327,7 +342,7 @@ def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, s
     close(padded[1][:, :5], gradient)
 
     off = batch.loss_mask == 0
-    columns = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs", "values")
+    columns = ("rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "ref_log_probs", "values", "teacher_log_probs")
     dirty = {c: torch.where(off, torch.nan, getattr(batch, c)) for c in columns if getattr(batch, c) is not None}
     spoiled = run(algorithm, torch.where(off, torch.inf, log_probs), replace(batch, **dirty))
     assert torch.equal(spoiled[0], loss)
@@ -412,7 +427,7 @@ def test_ranks_that_see_their_own_groups_only_have_the_gradient_of_one(name: str
         leaf = log_probs[shares[rank], : own.tokens.shape[1]].clone().requires_grad_()
         step = estimate_on_a_rank(algorithm, own, all_reduce)
         step = replace(step, loss_weights=weigh_on_a_rank(algorithm, step, all_reduce))
-        part = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf)), step).loss
+        part = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf), divergence=divergence_of(leaf)), step).loss
         return part.detach(), torch.autograd.grad(part, leaf)[0]
 
     found = ranks.run(work)
@@ -438,8 +453,9 @@ def test_algorithms_are_values_and_their_parts_print(name: str):
     assert "lambda" not in repr(algorithm)
 
 
-ADVANTAGES_OF_MORE_THAN_REWARDS = {  # a KL penalty on tokens, a critic's values, rewards of turns
+ADVANTAGES_OF_MORE_THAN_REWARDS = {  # a KL penalty on tokens, a critic's values, rewards of turns, a teacher
     "reinforce_plus_plus", "ppo", "ppo, all terms", "gigpo", "gigpo, all terms", "gigpo, interpolated", "gdpo", "gdpo, not whitened",
+    "opd", "opd, all terms", "gkd", "gkd, with rewards",
 }  # fmt: skip
 
 
@@ -502,6 +518,8 @@ def test_groups_of_one_have_advantage_zero_where_the_group_is_the_baseline(name:
     advantages = estimated.advantages
     if estimated.turns.levels is not None:  # an episode that meets a state again is compared with itself
         assert float(estimated.turns.levels.episode.abs().sum()) == 0.0
+    elif name.split(",")[0] in ("opd", "gkd"):  # a teacher compares no answers
+        assert advantages is None or (name == "gkd, with rewards") == (float(advantages.abs().sum()) == 0.0)
     elif name.split(",")[0] in BASELINES_BEYOND_THE_GROUP:
         together = algorithm.estimate(replace(batch, group_ids=torch.zeros(5, dtype=torch.int64)))
         assert torch.equal(advantages, together.advantages)
@@ -545,14 +563,14 @@ def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_
     for sign in (1.0, 0.0, -1.0):
         step = replace(estimated, advantages=sign * estimated.loss_mask, loss_weights=algorithm.weigh(estimated))
         leaf = log_probs.float().requires_grad_()
-        loss, metrics = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf)), step)
+        loss, metrics = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf), divergence=divergence_of(leaf)), step)
         loss.backward()
         assert leaf.grad is not None
         assert bool(torch.isfinite(loss))
         assert bool(torch.isfinite(leaf.grad).all())
         assert bool(torch.isfinite(leaf.grad.norm()))
         assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
-        if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy"} and step.selected is None:
+        if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy", "teacher_tops"} and step.selected is None:
             assert float(leaf.grad.abs().sum()) == 0.0
 
 

@@ -30,6 +30,7 @@ from integration.settings.sections import (
     RewardSection,
     RLSection,
     SFTSection,
+    TeacherSection,
 )
 from rollouts.algorithms import estimators
 from rollouts.algorithms.presets import gdpo, grpo
@@ -99,14 +100,15 @@ def test_a_setting_that_cannot_work_is_refused_with_its_name_and_value(make: Any
 
 
 SINGLES = {  # algorithms that learn from groups of one sample
-    "reinforce", "remax", "reinforce_plus_plus", "ppo", "gae",
+    "reinforce", "remax", "reinforce_plus_plus", "ppo", "gae", "opd", "gkd",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_groups_of_one_are_refused_with_an_algorithm_that_would_learn_nothing_from_them(name: str):
     expression = f"{name}(grpo)" if "algorithm" in PRESETS[name].__annotations__ else "gdpo('right')" if name == "gdpo" else name
-    config = Config(rl=RLSection(samples_per_prompt=1, algorithm=expression))
+    teacher = TeacherSection(path="x") if name in ("opd", "gkd") else TeacherSection()
+    config = Config(rl=RLSection(samples_per_prompt=1, algorithm=expression), teacher=teacher)
     if name in SINGLES:
         assert config.algorithm
     else:

@@ -29,6 +29,8 @@ class Step:
     ref: Sequence[Sequence[float]]  # of the reference model
     values: Sequence[Sequence[float]]  # of the critic
     entropy: Sequence[Sequence[Number]]
+    teacher: Sequence[Sequence[float]]  # log-probs of the teacher
+    divergence: Sequence[Sequence[Number]]  # of policy and teacher, over the vocabulary
     trainable: Sequence[bool]
     versions: Sequence[Sequence[int]]  # of the weights that sampled each token
     computed: Sequence[Sequence[bool]]  # whether `segment` was computed
@@ -362,6 +364,35 @@ def gpg(step: Step, f_norm: float = 1.0) -> Number:
 
 
 # -- advantages along tokens
+
+
+def opd(step: Step, coef: float = 1.0, reward_coef: float = 0.0, gamma: float = 0.0, bound: float | None = None) -> Number:
+    """Thinking Machines 2025: the negative reverse KL of the sampled token is its advantage; importance sampling."""
+    compared = group_normalized(step, 1e-4)
+
+    def advantage(b: int, t: int) -> float:
+        total = 0.0
+        for k, s in enumerate(u for u in step.places(b) if u >= t):
+            reverse_kl = step.rollout[b][s] - step.teacher[b][s]
+            total -= gamma**k * (reverse_kl if bound is None else clip(reverse_kl, -bound, bound))
+        return coef * total + reward_coef * compared[b]
+
+    return per_token(step, lambda b, t: -advantage(b, t) * bounded_ratio(step, b, t, step.rollout))
+
+
+def gkd(
+    step: Step, beta: float = 0.5, coef: float = 1.0, reward_coef: float = 0.0, clip_low: float = 0.2, clip_high: float = 0.2
+) -> Number:
+    """Agarwal et al. 2024: the divergence of policy and teacher at each token; beside it PPO's clip of the reward's advantage."""
+    compared = group_normalized(step, 1e-4)
+
+    def token_loss(b: int, t: int) -> Number:
+        loss = coef * step.divergence[b][t]
+        if not reward_coef:
+            return loss
+        return loss + clip_loss(bounded_ratio(step, b, t, step.rollout), reward_coef * compared[b], clip_low, clip_high)
+
+    return per_token(step, token_loss)
 
 
 def reinforce_plus_plus(

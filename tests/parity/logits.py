@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parity.mapping import Parity, Rule, zero_nans
 from parity.peers import token_sum
+from rollouts.algorithms.distillation.divergences import TeacherTops, chunked_divergence, divergence
 from rollouts.algorithms.logprobs import (
     Sampling,
     chunked_log_probs,
@@ -97,6 +98,23 @@ def verl_log_probs(logits: Tensor, labels: Tensor) -> Mapping[str, Any]:
     return {"logprobs": log_probs, "sum_pi_squared": sum_of_squared_probs(logits), "sum": differentiated(log_probs)}
 
 
+def trl_gkd(
+    student_logits: Tensor, teacher_logits: Tensor, labels: Tensor, beta: float, temperature: float, reduction: str
+) -> Mapping[str, Any]:
+    """The student's logits as hidden states under an output layer that is the identity; TRL's "batchmean" is over tokens."""
+    on = labels != -100
+    rows = student_logits[on]
+    theirs, ids = (teacher_logits[on] / temperature).log_softmax(-1).sort(descending=True)
+    heat = torch.full((len(rows),), temperature, dtype=rows.dtype)
+    identity = torch.eye(rows.shape[1], dtype=rows.dtype)
+    found = chunked_divergence(rows, identity, TeacherTops(ids, theirs, beta), temperatures=heat, chunk_size=2)
+    return {"loss": found.sum() if reduction == "sum" else found.mean()}
+
+
+def trl_sparse_jsd(student_log_probs: Tensor, teacher_log_probs: Tensor, beta: float) -> Mapping[str, Any]:
+    return {"loss": divergence(student_log_probs, teacher_log_probs, beta, has_rest=True).sum()}
+
+
 MAPPINGS: dict[str, Parity] = {
     "areal_gather_logprobs_entropy": Parity(
         run=areal_gather,
@@ -137,4 +155,7 @@ MAPPINGS: dict[str, Parity] = {
         grad_of="sum",
     ),
 }
-NOT_OFFERED: dict[str, str] = {}
+NOT_OFFERED: dict[str, str] = {
+    "trl_gkd": Parity(run=trl_gkd, ours="divergences.chunked_divergence", wrt=("student_logits",)),
+    "trl_sparse_jsd": Parity(run=trl_sparse_jsd, ours="divergences.divergence(has_rest=True)", wrt=("student_log_probs",)),
+}

@@ -21,9 +21,12 @@ from integration.settings.sections import (
     RewardSection,
     RLSection,
     SFTSection,
+    TeacherSection,
 )
 from rollouts.asynchronous.config import AsyncConfig
+from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import CheckpointConfig, OptimizerConfig
+from rollouts.testing import create_tiny_model
 from rollouts.training.metrics import JSONLLogger, read_metrics
 
 ALGORITHMS = {
@@ -31,6 +34,7 @@ ALGORITHMS = {
     "ppo": "ppo(kl_coef=0.05)",
     "decoupled": "decoupled(ppo)",
     "lora": "grpo(kl_coef=0.05)",
+    "gkd": "gkd(beta=0.3, reward_coef=0.5)",
 }
 CASES = ("sft", *ALGORITHMS)
 
@@ -64,6 +68,11 @@ def make_config(case: str, directory: Path, *, kind: str, num_steps: int) -> Con
         evaluation=EvaluationSection(num_prompts=4, sampled=False),
         lora=LoRASection(rank=2) if case == "lora" else LoRASection(),
     )
+    if case == "gkd":
+        teacher = directory / "teacher"
+        create_tiny_model(hidden_size=16, num_layers=1, seed=3).save_pretrained(teacher)
+        create_char_tokenizer(config.model.vocab_size).save_pretrained(teacher)
+        return replace(config, teacher=TeacherSection(path=str(teacher), top_k=5))
     return replace(config, critic=CriticSection(optimizer=optimizer)) if "ppo" in rl.algorithm else config
 
 

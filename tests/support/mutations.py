@@ -819,10 +819,31 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("models/test_shared_prompts.py::test_backward_passes_of_rows_without_a_gradient_are_left_out_and_counted",),
     ),
     Mutation(
+        "algorithms/distillation/signals.py",
+        "a token that the teacher prefers becomes rarer",
+        "batch.teacher_log_probs - policy_log_probs(batch), zero)",
+        "policy_log_probs(batch) - batch.teacher_log_probs, zero)",
+        ("algorithms/test_distillation.py::test_advantages_are_the_log_ratio_of_teacher_and_policy",),
+    ),
+    Mutation(
+        "algorithms/distillation/divergences.py",
+        "tokens that the teacher does not name are forgotten in the gradient",
+        "    if not has_rest:\n        return _slope_of_whole(log_probs, teacher, beta)",
+        "    if has_rest or not has_rest:\n        return _slope_of_whole(log_probs, teacher, beta)",
+        ("algorithms/test_distillation.py::test_tokens_that_the_teacher_does_not_name_count_as_one",),
+    ),
+    Mutation(
+        "training/distillation/context.py",
+        "numbers of a row with a context are read at the wrong tokens",
+        "found[row, begin + shift : length + shift]",
+        "found[row, begin:length]",
+        ("training/test_teachers.py::test_a_context_is_read_before_the_very_tokens_of_the_response",),
+    ),
+    Mutation(
         "models/forward.py",
         "a gradient of the entropy alone is taken for none",
-        "(outputs.log_probs, outputs.entropy, outputs.values) if x",
-        "(outputs.log_probs, outputs.values) if x",
+        "(outputs.log_probs, outputs.entropy, outputs.values, outputs.divergence) if x",
+        "(outputs.log_probs, outputs.values, outputs.divergence) if x",
         ("models/test_shared_prompts.py::test_backward_passes_of_rows_without_a_gradient_are_left_out_and_counted",),
     ),
     Mutation(

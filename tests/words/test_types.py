@@ -174,7 +174,8 @@ def test_sampling_params_derivation():
         params.new(greedy=True, temperature=1.0)
 
 
-PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions", "recorded"}
+PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions", "recorded",
+           "teacher_beta"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,18 @@ PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_c
     [
         f.name
         for f in fields(TrainBatch)
-        if f.name not in ("tokens", "turns", "reward_components", "dropout", "skip_redundant", "routed_experts", "kept")
+        if f.name
+        not in (
+            "tokens",
+            "turns",
+            "reward_components",
+            "dropout",
+            "skip_redundant",
+            "routed_experts",
+            "kept",
+            "teacher_ids",
+            "teacher_tops",
+        )
     ],
 )
 def test_columns_of_the_wrong_shape_are_refused_by_name(name):
@@ -191,6 +203,13 @@ def test_columns_of_the_wrong_shape_are_refused_by_name(name):
     make_batch(torch.ones(2, 3), **{name: torch.ones(right)})
     with pytest.raises(AssertionError, match=rf"{name} has shape \({wrong[0]},.*expected"):
         make_batch(torch.ones(2, 3), **{name: torch.ones(wrong)})
+
+
+def test_tokens_of_a_teacher_of_the_wrong_shape_are_refused():
+    ids = torch.zeros(2, 3, 4, dtype=torch.int32)
+    make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 4))
+    with pytest.raises(AssertionError, match="teacher_tops has shape"):
+        make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 5))
 
 
 def test_kept_sets_of_the_wrong_shape_are_refused():

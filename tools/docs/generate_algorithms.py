@@ -35,7 +35,11 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"max_tokens": 512},
     "gdpo": {"components": "right=1 form=0.5"},
 }  # arguments of hyper-parameters without a default
-TASKS = {"gigpo": "--task grid_world"}  # tasks of presets that need several turns
+TASKS = {  # options of presets that need several turns, or a teacher
+    "gigpo": "--task grid_world",
+    "opd": "--mode sft+rl --teacher.path DIR",
+    "gkd": "--mode sft+rl --teacher.path DIR",
+}
 COLUMNS = {
     "rollout_log_probs": "log-probs that the engine reported; the samples carry them",
     "old_log_probs": "log-probs of the policy before the update, by the trainer: a forward pass, or the first one of the update itself",
@@ -44,6 +48,8 @@ COLUMNS = {
     "weight_versions": "weight version that sampled each token; the samples carry them",
     "policy_versions": "weight version that trains; the loop fills it",
     "ref_log_probs": "log-probs of a reference model: pass `reference`",
+    "teacher_log_probs": "log-probs of a teacher, of the sampled tokens: pass `teacher` ([distillation](../distillation.md))",
+    "teacher_tops": "the most probable tokens of a teacher and their log-probs: pass `teacher`, made with num_tops",
     "values": "of a critic, which is trained beside the policy: pass `critic`",
     "greedy_rows": "a row with the greedy answer in each group, which is not trained on: make rollouts with"
     " RolloutConfig(n_baseline_samples=1) and create_generate_fn(num_greedy=1)",
@@ -68,6 +74,7 @@ METRICS = {
     "max_importance_weight": "the largest weight of the step, after its bound",
     "dropped_fraction": "share of tokens with weight 0",
     "rollout_kl": "log p_rollout - log p_anchor, an estimate of KL(engine || trainer): near 0 unless rollouts are old",
+    "teacher_divergence": "mean of the divergence from the teacher, as beta names it",
     "policy_weight": "mean of the weights that depend on the current policy",
     "selected": "share of tokens that the loss treats apart",
     "outside_fraction": "share of tokens that have left the trust region and lost their gradient",
@@ -91,6 +98,10 @@ CRITIC_METRICS = {
     "value_error": "mean distance between values and returns",
     "value_clip_fraction": "share of tokens whose value has moved further than the clip allows",
     "explained_variance": "1 - var(returns - values) / var(returns) before the update: 1 is perfect, 0 no better than a constant",
+}
+TEACHER_METRICS = {
+    "teacher_kl": "log p - log p_teacher before the update, an estimate of KL(policy || teacher) per token: what should fall",
+    "teacher_doubt_fraction": "share of tokens that the teacher gives less than half of the policy's probability",
 }
 TURN_METRICS = {
     "num_anchors": "states of a group in which an action began",
@@ -208,6 +219,7 @@ def describe_metrics(name: str) -> list[tuple[str, str]]:
             more = [metric for metric in find_metrics(preset(**arguments)) if metric not in rows]
             rows |= {metric: f"with {switch} > 0: {METRICS[metric]}" for metric in more}
     rows |= CRITIC_METRICS if "values" in algorithm.requires else {}
+    rows |= TEACHER_METRICS if {"teacher_log_probs", "teacher_tops"} & algorithm.requires else {}
     return list((rows | (TURN_METRICS if "turns" in algorithm.requires else {})).items())
 
 
@@ -218,13 +230,15 @@ def find_metrics(algorithm: Algorithm) -> list[str]:
     def draw() -> torch.Tensor:
         return -torch.rand(4, 5, generator=generator)
 
-    per_token = {field.name for field in fields(TrainBatch)} - {"turns", "reward_components"}
+    per_token = {field.name for field in fields(TrainBatch)} - {"turns", "reward_components", "teacher_tops"}
     columns: dict[str, Any] = {name: draw() for name in ("rollout_log_probs", *algorithm.requires) if name in per_token}
     if "turns" in algorithm.requires:
         ids = torch.tensor([[-1, 0, 0, 1, 1]] * 4)
         columns["turns"] = Turns(ids=ids, states=torch.tensor([[0, 1]] * 4), rewards=torch.rand(4, 2, generator=generator))
     if "reward_components" in algorithm.requires:
         columns["reward_components"] = RewardComponents(names=("right", "form"), scores=torch.rand(4, 2, generator=generator))
+    if "teacher_tops" in algorithm.requires:
+        columns |= {"teacher_ids": torch.zeros(4, 5, 1, dtype=torch.int32), "teacher_tops": draw()[..., None]}
     batch = TrainBatch(
         tokens=torch.zeros(4, 5, dtype=torch.int64),
         lengths=torch.full((4,), 5),
@@ -237,7 +251,8 @@ def find_metrics(algorithm: Algorithm) -> list[str]:
     batch = algorithm.estimate(batch)
     batch = replace(batch, loss_weights=algorithm.weigh(batch))
     entropy = -draw() if "entropy" in algorithm.requires else None
-    return list(algorithm.loss(TokenOutputs(log_probs=draw(), entropy=entropy), batch).metrics)
+    divergence = None if batch.teacher_beta is None else -draw()
+    return list(algorithm.loss(TokenOutputs(log_probs=draw(), entropy=entropy, divergence=divergence), batch).metrics)
 
 
 # -- code

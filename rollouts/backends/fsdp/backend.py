@@ -86,6 +86,9 @@ _FEATURES = frozenset({
     BackendFeature.TOKENS, BackendFeature.EXPERTS, BackendFeature.SHARDS, BackendFeature.RECORDS,
 })  # fmt: skip
 
+_OUTPUTS = ("log_probs", "entropy", "values", "divergence", "tops")
+"""Columns of TokenOutputs that a pass may compute."""
+
 
 class FSDPTrainingBackend:
     """A TrainingBackend and CheckpointingBackend over a Hugging Face model whose parameters, gradients and optimizer state are sharded.
@@ -485,15 +488,16 @@ class FSDPTrainingBackend:
         passes = self._agree_on_passes(packed)
         options = replace(self._options, with_entropy=with_entropy, native_passes=passes, foreseen=foreseen)
 
-        def run() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        def run() -> dict[str, Tensor]:
             outputs = run_rows(self.model, batch, self._compute_outputs, options, packed)
-            copies = (None if x is None else x.clone() for x in (outputs.log_probs, outputs.entropy, outputs.values))
-            log_probs, entropy, values = copies  # not views: the backward pass hooks these very tensors
-            assert log_probs is not None
-            return log_probs, entropy, values, None if outputs.expert_load is None else stack_load(outputs.expert_load)
+            columns: dict[str, Tensor | None] = {name: getattr(outputs, name) for name in _OUTPUTS}
+            # not views: the backward pass hooks these very tensors
+            found = {name: x.clone() for name, x in columns.items() if x is not None}
+            return found if outputs.expert_load is None else {**found, "load": stack_load(outputs.expert_load)}
 
-        log_probs, entropy, values, load = call_gathered(self.model, run)
-        return TokenOutputs(log_probs=log_probs, entropy=entropy, values=values, expert_load=None if load is None else unstack_load(load))
+        found = call_gathered(self.model, run)
+        load = found.pop("load", None)
+        return TokenOutputs(**found, expert_load=None if load is None else unstack_load(load))
 
     def _agree_on_passes(self, packed: PackedRows) -> int:
         """Return the number of passes of native rows that every rank makes, since each pass gathers layers from all of them."""
@@ -576,15 +580,16 @@ def combine_rows(parts: Sequence[Tensor | None], plan: Sequence[Sequence[int]], 
     """Combine the results of all ranks into one tensor.
 
     Args:
-        parts: # [rows of the rank, T of its rows]; None for a rank without rows.
+        parts: # [rows of the rank, T of its rows, ...]; None for a rank without rows.
         plan: result of plan_rank_rows.
         shape: (B, T) of the whole batch.
 
-    Returns: # [B, T]; 0 past the end of a part.
+    Returns: # [B, T, ...]; 0 past the end of a part.
     """
     present = [(part, rows) for part, rows in zip(parts, plan, strict=True) if part is not None]
     assert present, "no rank has rows"
-    out = torch.zeros(shape, dtype=present[0][0].dtype)
+    first = present[0][0]
+    out = torch.zeros((*shape, *first.shape[2:]), dtype=first.dtype)
     for part, rows in present:
         out[torch.tensor(rows), : part.shape[1]] = part
     return out
@@ -612,4 +617,4 @@ def _combine_one(own: Mapping[str, float]) -> dict[str, float]:
 
 
 def _differentiable(outputs: TokenOutputs) -> list[Tensor]:
-    return [x for x in (outputs.log_probs, outputs.entropy, outputs.values) if x is not None and x.requires_grad]
+    return [x for name in _OUTPUTS if (x := getattr(outputs, name)) is not None and x.requires_grad]

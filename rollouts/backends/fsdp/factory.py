@@ -22,7 +22,7 @@ from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
 from rollouts.errors import ConfigError
-from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_values
+from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import load_tokenizer
 
@@ -116,12 +116,14 @@ def create_fsdp_reference_backend(
     tokenizer: PreTrainedTokenizerBase | None = None,
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
+    num_tops: int = 0,
 ) -> FSDPTrainingBackend:
     """Create a reference as create_reference_backend does, over all ranks: log-probs only, no gradients, no optimizer state.
 
     Args:
         model: a directory, or a model. The model is frozen: pass a copy of a policy.
         dtype: dtype of its weights; bfloat16 takes half the memory and needs a config with mixed_precision bfloat16.
+        num_tops: as in create_reference_backend.
         Other arguments: as in create_fsdp_backend.
     """
     place = _arrange(model, tokenizer, device, ranks, config)
@@ -131,7 +133,14 @@ def create_fsdp_reference_backend(
         model = _load_sharded(empty, place, partial(materialize_from_hf, directory=model))
     else:
         freeze_weights(model, dtype)
-    return FSDPTrainingBackend(model, create_idle_optimizer, config=place.config, ranks=place.ranks, tokenizer=place.tokenizer)
+    return FSDPTrainingBackend(
+        model,
+        create_idle_optimizer,
+        config=place.config,
+        ranks=place.ranks,
+        tokenizer=place.tokenizer,
+        compute_outputs=partial(compute_tops, k=num_tops) if num_tops else compute_log_probs,
+    )
 
 
 @takes(ScheduledAdamWArguments)
