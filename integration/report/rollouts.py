@@ -22,6 +22,10 @@ COLUMNS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "advantage": ("advantage", "above 0: the update makes the token more likely; below 0: less likely; 0: it leaves it alone"),
         "log_prob": ("log-prob when sampled", "natural logarithm of the probability with which the engine drew the token"),
+        "choices": (
+            "tokens to draw from",
+            "number of tokens that top-p, top-k and min-p left where this one was drawn: its log-probs are those within this set; 0: all",
+        ),
         "return_": ("return", "rewards from this token on, which a critic learns to predict"),
         "value": ("value", "the critic's estimate of the return before the step"),
         "trainer": ("trainer log-prob", "natural logarithm of the probability that the trainer gave the token before the update"),

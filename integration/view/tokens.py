@@ -42,6 +42,7 @@ class Token:
     mask: float  # 0 = not trained on
     version: int | None = None  # weight version that sampled it
     log_prob: float | None = None
+    choices: int | None = None  # ids that top-p, top-k and min-p left to draw it from; 0 = the whole vocabulary
     advantage: float | None = None
     return_: float | None = None
     value: float | None = None
@@ -138,6 +139,7 @@ def read_tokens(record: TrajectoryRecord, decode: Decode | None) -> tuple[Token,
     columns: dict[str, Sequence[Any] | None] = {
         "version": sample.weight_versions,
         "log_prob": sample.rollout_log_probs,
+        "choices": None if sample.kept_tokens is None else [None if n < 0 else n for n in sample.kept_tokens.counts],
         "advantage": None if known is None else known.advantages,
         "return_": None if known is None else known.returns,
     }

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rollouts.data.samples import describe_sample, find_actions
@@ -207,25 +208,34 @@ def describe_update(sample: Sample, columns: Mapping[str, Tensor]) -> UpdateReco
             loss_weight and ratio are marks of 0 and 1. Of a column with a number that is not finite nothing is kept.
     """
     trained = np.asarray(sample.loss_mask) > 0
-    known = {name: column[: len(trained)].double().numpy() for name, column in columns.items()}
+    known = {name: _to_array(column)[: len(trained)] for name, column in columns.items()}
     log_probs, ratios, weights = (known.pop(name, None) for name in ("log_prob", "ratio", "loss_weight"))
     reasons: list[str] | None = None
     if known:
         reasons = [KEPT if on else "" for on in trained.tolist()]
         for name, values in known.items():
-            for at in np.flatnonzero(values > 0).tolist():
+            for at in (values > 0).nonzero()[0].tolist():
                 if reasons[at]:  # the sample has a loss mask there
                     reasons[at] = name if reasons[at] == KEPT else f"{reasons[at]}, {name}"
     return UpdateRecord(
-        log_probs=None if log_probs is None else _to_numbers(np.round(np.where(trained, log_probs, 0.0), 5)),
+        log_probs=None if log_probs is None else _to_numbers(np.round(np.where(trained, log_probs.astype(np.float64), 0.0), 5)),
         ratios=None if ratios is None else _to_numbers(_round_digits(ratios)),
         loss_weights=None if weights is None else _to_numbers(_round_digits(weights)),
         reasons=None if reasons is None else tuple(reasons),
     )
 
 
+def _to_array(column: Tensor) -> Any:
+    """Return the numbers of a column without a copy, where numpy has its dtype."""
+    return (column.float() if column.dtype is torch.bfloat16 else column).numpy()
+
+
 def _round_digits(values: Any) -> Any:
     """Round to five significant digits."""
+    values = values.astype(np.float64)
+    if (values == values[:1]).all():  # as the ratios of a single update, and most loss weights
+        number = float(values[0]) if len(values) else 0.0
+        return np.full(len(values), float(f"{number:.5g}"))
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** np.clip(4 - np.floor(np.log10(np.abs(values))), -300, 300)
         return np.where(values == 0, 0.0, np.round(values * scale) / scale)

@@ -31,7 +31,7 @@ from integration.view.gradient import explain_gradient
 from rollouts.data.records import Estimate, TrajectoryRecord, UpdateRecord
 from rollouts.data.trajectories import iterate_records, measure_groups, read_records, write_records
 from rollouts.errors import ConfigError, DataError
-from rollouts.types import Sample, Status
+from rollouts.types import KeptTokens, Sample, Status
 
 
 def create_record(
@@ -216,6 +216,13 @@ def test_the_numbers_of_the_update_are_columns_of_the_tokens_and_colours_of_the_
     write_records(run / "rl" / "trajectories" / "step_0003.jsonl", [record])
     labels = {column["label"] for column in unpack(render(read_report([run], max_tokens=0)), "index")["columns"]}
     assert {"trainer log-prob", "reference log-prob", "ratio of trainer to rollout", "loss weight"} < labels
+
+
+def test_the_sets_that_tokens_were_drawn_from_are_told_by_their_sizes():
+    kept = KeptTokens(data=np.array([3, 6, 9], dtype="<i4").tobytes(), counts=(-1, 3, 0))
+    tokens = describe_record(create_record(0, 0, 1.0, 1.0, (1.0,), kept_tokens=kept), None)["tokens"]
+    assert tokens["choices"] == [None, 3, 0]
+    assert "choices" not in describe_record(create_record(0, 0, 1.0, 1.0, (1.0,)), None)["tokens"]
 
 
 def test_whole_groups_are_taken_spread_over_the_step():
