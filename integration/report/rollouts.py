@@ -101,7 +101,10 @@ def choose_rollouts(path: Path, run: int, *, max_tokens: int, mask_truncated: bo
             chunks=(),
             num_shown=0,
             num_total=0,
-            notes=(f"{path.name} wrote no rollouts: --trajectories.groups 4 records four groups of each step, --trajectories.every 1 all",),
+            notes=(
+                f"{path.name} wrote no rollouts. In RL --trajectories.groups 4 records four groups of each step, --trajectories.every 1 "
+                "all; SFT, training on preferences and reward models generate none",
+            ),
         )
     decode = find_decoder(next(iter(files.values())), None)
     share = max_tokens // len(files) if max_tokens else 0

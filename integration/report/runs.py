@@ -239,17 +239,19 @@ def describe_held_out(lines: Sequence[Line], stage: str, label: str) -> tuple[st
     Returns: the beginning of a verdict if the last value is below the one from before the stage, otherwise ""; and a sentence with both
         and the best. Two times "" if the stage did not measure it.
     """
-    measured = [line for line in lines if is_number(line.get("eval_accuracy")) and math.isfinite(line["eval_accuracy"])]
+    has_answers = any(line.get("stage") == stage and is_number(line.get("eval_accuracy")) for line in lines)
+    key = "eval_accuracy" if has_answers else "eval_pair_accuracy"  # training on preferences may generate no answers
+    measured = [line for line in lines if is_number(line.get(key)) and math.isfinite(line[key])]
     own = [line for line in measured if line.get("stage") == stage]
     if not own:
         return "", ""
     earlier = [] if own[0]["step"] == 0 else measured[: measured.index(own[0])][-1:]  # the last one of the stage before
     points = [
-        (f"before {label}" if line in earlier or line["step"] == 0 else f"after step {line['step']}", float(line["eval_accuracy"]))
+        (f"before {label}" if line in earlier or line["step"] == 0 else f"after step {line['step']}", float(line[key]))
         for line in [*earlier, *own]
     ]
     (first_where, first), (where, last), best = points[0], points[-1], max(points, key=lambda point: point[1])
-    measure = f"held-out {name_measure(*own)}"
+    measure = f"held-out {name_measure(*own)}" if has_answers else "share of held-out pairs in order"
     from_before = first_where.startswith("before") and len(points) > 1
     now = f"went from {first:.3g} {first_where} to {last:.3g} {where}" if from_before else f"is {last:.3g} {where}"
     at_best = ", its best" if best[1] == last else "" if from_before and best[1] == first else f"; its best was {best[1]:.3g} {best[0]}"

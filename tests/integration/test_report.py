@@ -190,6 +190,13 @@ def test_a_stage_that_ends_below_where_it_began_is_not_called_learning():
     assert few.startswith("RL: worse than before it by held-out accuracy; 3 steps are too few to tell")
 
 
+def test_preferences_are_judged_by_held_out_pairs_where_no_answers_are_generated():
+    lines = [{"step": k, "stage": "dpo", "loss": 0.7 - 0.01 * k, "eval_pair_accuracy": 0.05 * k} for k in range(13)]
+    (told,) = judge_progress(lines)
+    assert told.startswith("DPO: still learning: the loss falls by 0.01 a step")
+    assert told.endswith("Share of held-out pairs in order went from 0 before DPO to 0.6 after step 12, its best")
+
+
 def test_a_run_that_recorded_some_rollouts_says_of_how_many(run: Path):
     lines = [{"step": step, "stage": "rl", "reward_mean": 0.1, "num_samples": 64.0} for step in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
