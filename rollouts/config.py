@@ -17,6 +17,9 @@ C = TypeVar("C")
 Schedule = Literal["constant", "linear", "cosine"]
 Moments = Literal["float32", "8bit"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
+HISTORY_STEPS = 1000
+"""Steps whose metrics are kept in memory unless a configuration says otherwise: that memory does not grow with the length of a run."""
+
 WeightSync = Literal["checkpoint", "memory", "channel"]
 ParityAction = Literal["warn", "correct", "stop"]
 
@@ -168,7 +171,7 @@ class SFTTrainingConfig:
     num_steps: int = 100  # optimizer steps
     batch_size: int = 32  # samples per optimizer step
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
-    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
+    history_steps: int | None = HISTORY_STEPS  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward; bounds memory, never changes a result
@@ -191,7 +194,7 @@ class RewardModelTrainingConfig:
     num_steps: int = 100  # optimizer steps
     batch_size: int = 64  # pairs per optimizer step
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
-    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
+    history_steps: int | None = HISTORY_STEPS  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations on held-out pairs; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
@@ -211,7 +214,7 @@ class PreferenceTrainingConfig:
     num_steps: int = 100  # optimizer steps
     batch_size: int = 32  # pairs per optimizer step; answers of an objective without pairs (KTO)
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
-    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
+    history_steps: int | None = HISTORY_STEPS  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations on held-out rows; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward, pairs whole; bounds memory, never changes a result
@@ -254,7 +257,7 @@ class RLTrainingConfig:
     algorithm: Algorithm | None = None  # None = algorithms.grpo()
     baseline: float | None = None  # fixed number in place of the algorithm's baseline: advantages = rewards - baseline
     log_every: int = 1  # steps between two lines of metrics; steps with an evaluation, and the last one, are always logged
-    history_steps: int | None = None  # last steps whose metrics the loop keeps in memory and returns; None = all
+    history_steps: int | None = HISTORY_STEPS  # last steps whose metrics the loop keeps in memory and returns; None = all
     checkpoint_every: int = 0  # steps between two checkpoints; 0 = only after the last step
     eval_every: int = 0  # steps between two evaluations; 0 = only after the last step
     max_tokens_per_microbatch: int = 16384  # real tokens in one forward_backward

@@ -168,7 +168,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     elif hint is Path and isinstance(value, str | Path):
         return Path(value)
     elif hint is float and (is_number(value) or value in _NON_FINITE):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:  # a whole number of more than 308 digits
+            raise ConfigError(f"{where} is {str(value)[:20]}..., expected a number below 1.8e308") from error
     elif hint is Any or (isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool))):
         return value
     expected = _KINDS.get(hint) or (getattr(hint, "__name__", str(hint)) if origin is None else hint)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import trio
 import trio.testing
+from safetensors.torch import save_file
 
 from benchmarks.reliability.cancellation import cancel_at_step
 from benchmarks.reliability.experiment import Amount, Outcome
 from benchmarks.reliability.fakes import STALENESS, FakeRun, Loop, find_prompts, in_memory, trained
+from benchmarks.reliability.fleet_syncs import Telling, write_weights
 from benchmarks.reliability.listeners import find_family
+from rollouts.backends.protocol import Future
+from rollouts.engines.fleet.fleet import EngineFleet
+from rollouts.engines.http.endpoint import RetryPolicy
+from rollouts.engines.sglang.engine import SGLangEngine
+from rollouts.engines.vllm.engine import VLLMEngine
+from rollouts.testing import FakeBackend, FakeSGLangServer, FakeVLLMServer
 from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
-
-LOOPS: tuple[Loop, ...] = ("sft", "rl", "async")
 
 
 def run_virtual(function: Callable[[], Awaitable[Any]]) -> None:
@@ -71,48 +81,118 @@ def resume_asynchronously(amount: Amount) -> Outcome:
     )  # fmt: skip
 
 
+class _WithWeights(FakeBackend):
+    """A backend in whose directories servers find weights."""
+
+    def save_checkpoint(self, directory: Path | str) -> Future[None]:
+        self._put(Path(directory))
+        return super().save_checkpoint(directory)
+
+    def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> Future[None]:
+        self._put(Path(directory))
+        return super().export_weights(directory, dtype=dtype)
+
+    def _put(self, directory: Path) -> None:
+        save_file({"w": torch.tensor([float(self.num_updates)])}, directory / "model.safetensors")
+
+
+@asynccontextmanager
+async def _open_servers(folder: Path) -> AsyncGenerator[EngineFleet]:
+    """Serve as a vLLM and as an SGLang server, and open a fleet of the two."""
+    served, retry = write_weights(folder, 0), RetryPolicy(attempts=2, first_wait_s=0.01, longest_wait_s=0.02, budget_s=1.0)
+    async with AsyncExitStack() as stack:
+        engines: list[Any] = []
+        for create, connect in ((FakeVLLMServer, VLLMEngine), (FakeSGLangServer, SGLangEngine)):
+            server = await stack.enter_async_context(create(Telling(served)))
+            engines.append(await stack.enter_async_context(connect(server.url, retry=retry, vocab_size=128)))
+        yield await stack.enter_async_context(EngineFleet(engines, initial_weights=served, say=lambda text: None))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is cancelled: a loop, the steps that have 2,000 scheduling points, and whether its engines are servers."""
+
+    name: str
+    loop: Loop
+    steps: int  # of a full run
+    short_steps: int = 3
+    has_servers: bool = False
+
+    def create(self, folder: Path, steps: int, **changes: Any) -> FakeRun:
+        """Create a run."""
+        config = in_memory(steps)
+        if self.has_servers:
+            config = replace(config, weight_sync="checkpoint")
+            changes |= {"create_backend": _WithWeights, "batch_size": 1}
+        return FakeRun(loop=self.loop, folder=folder / "run", config=config, seconds_per_token=0.0, seconds_per_job=0.0, **changes)
+
+
+PLACES = (
+    Place("SFT", "sft", 184, 20),
+    Place("DPO", "dpo", 184, 20),
+    Place("RL", "rl", 14),
+    Place("asynchronous RL", "async", 14),
+    Place("weight sync with servers", "rl", 8, has_servers=True),
+)
+SPAN = 2000  # scheduling points from the beginning
+
+
 def _is_quiet() -> bool:
     """Whether no thread works and no process is left; trio keeps idle threads for some seconds."""
     return trio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
 
 
-async def _cancel_at(run: FakeRun, point: int) -> tuple[bool, bool]:
+async def _cancel_at(place: Place, run: FakeRun, point: int | None) -> tuple[bool, bool]:
     """Cancel a run at its n-th scheduling point. Returns whether that was before its end, and whether all threads are done."""
-    with cancel_at_step(point, any_task=True) as scope:
-        await run.go_on()
-    return scope.cancelled_caught, _is_quiet()
+    async with AsyncExitStack() as stack:
+        if place.has_servers:
+            folder = run.folder.with_name(f"served-{point}")
+            folder.mkdir(parents=True)
+            run.engines = [await stack.enter_async_context(_open_servers(folder))]
+        with cancel_at_step(-1 if point is None else point, any_task=True) as scope:
+            await run.go_on()
+        return scope.cancelled_caught, _is_quiet()
 
 
-def _cancel_and_go_on(loop: Loop, folder: Path, point: int, cuts_log: bool = True) -> Counter[str]:
+def _cancel_and_go_on(place: Place, folder: Path, point: int, steps: int, *, cuts_log: bool = True) -> Counter[str]:
     """Cancel a run at a scheduling point, and go on in its directory. Returns what is wrong, and whether the point was before the end."""
-    run, again = (
-        FakeRun(loop=loop, folder=folder, config=in_memory(3), seconds_per_token=0.0, seconds_per_job=0.0, cuts_log=cuts_log) for _ in "ab"
-    )
-    cancelled, quiet = trio.run(_cancel_at, run, point)
+    run = place.create(folder, steps, cuts_log=cuts_log)
+    cancelled, quiet = trio.run(_cancel_at, place, run, point)
     found = Counter({"points": int(cancelled), "threads left": int(not quiet), "processes left": len(find_family(os.getpid())) - 1})
-    if list_checkpoints(run.checkpoints):
-        found["directories without a checkpoint that loads"] = int(latest_checkpoint(run.checkpoints) is None)
+    saved = list_checkpoints(run.checkpoints)
+    newest = latest_checkpoint(run.checkpoints) if saved else None
+    found["directories without a checkpoint that loads"] = int(bool(saved) and newest is None)
     if cancelled:
-        trio.run(again.go_on)
-        found["runs with lines of metrics lost or repeated"] = int(len(again.lines()) != 3)
+        end = min(steps, 2 + (0 if newest is None else int(newest.name.removeprefix("step_"))))
+        again = place.create(folder, end, cuts_log=cuts_log)
+        trio.run(_cancel_at, place, again, None)
+        told = [json.loads(line)["step"] for line in again.lines()]
+        found[LINES] = int(told != list(range(1, end + 1)))
+    shutil.rmtree(folder)
     return found
 
 
+LINES = "runs with lines of metrics lost or repeated"
+
+
 def cancel_everywhere(amount: Amount) -> Outcome:
-    """Cancel each loop at scheduling points of any task, and go on in the same directory."""
-    points, distance = amount.count(12, 2000), 1 if amount.is_full and amount.share == 1.0 else 17
-    found, control = Counter[str](), Counter[str]()
-    for loop in LOOPS:
+    """Cancel each loop at scheduling points of any task, and go on in the same directory for some steps."""
+    points = amount.count(8, SPAN)
+    span = SPAN if amount.is_full else 200
+    distance, found, control, tried = span // points, Counter[str](), Counter[str](), dict[str, int]()
+    for place in PLACES:
+        steps = place.steps if amount.is_full else place.short_steps
         for number in range(points):
-            one = _cancel_and_go_on(loop, amount.folder / f"{loop}-{number}", 1 + distance * number)
+            one = _cancel_and_go_on(place, amount.folder / "now", 1 + distance * number, steps)
             found.update(one)
+            tried[place.name] = tried.get(place.name, 0) + one["points"]
             if not one["points"]:
                 break
     for number in range(12):
-        control.update(_cancel_and_go_on("rl", amount.folder / f"naive-{number}", 1 + 17 * number, cuts_log=False))
+        control.update(_cancel_and_go_on(PLACES[2], amount.folder / "naive", 1 + 17 * number, 3, cuts_log=False))
     rest: Mapping[str, int] = {name: count for name, count in found.items() if name != "points"}
-    repeated = "runs with lines of metrics lost or repeated"
+    told = ", ".join(f"{count} of {name}" for name, count in tried.items())
     return Outcome(
-        size=f"{found['points']} scheduling points, {distance} apart, of SFT, RL and asynchronous RL", measured=rest,
-        holds=not any(rest.values()), control={repeated: control[repeated]}, control_fails=control[repeated] > 0,
+        size=f"{found['points']} scheduling points, {distance} apart: {told}", measured=rest, holds=not any(rest.values()),
+        control={LINES: control[LINES]}, control_fails=control[LINES] > 0,
     )  # fmt: skip

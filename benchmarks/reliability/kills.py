@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.reliability.commands import RL, SFT, Left, Naive, differences, read_run, run_train
 from benchmarks.reliability.experiment import Amount, Outcome
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
+from benchmarks.reliability.fakes import STALENESS, find_prompts
+from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import read_metrics
 
 GRACE_S = 10.0
@@ -71,6 +72,46 @@ def kill_runs(amount: Amount) -> Outcome:
     return Outcome(
         size=f"{counts.pop('kills')} kills in {counts.pop('chains')} chains of {steps} steps",
         measured=counts, holds=not any(counts.values()), control=control, control_fails=any(control.values()),
+    )  # fmt: skip
+
+
+ASYNCHRONOUS: list[object] = ["--rl.asynchronous.enabled", "--rl.asynchronous.max-staleness", STALENESS]
+
+
+def count_prompts(run: Path, left: Left, steps: int) -> Counter[str]:
+    """Count the prompts that a run has trained on twice or lost: those below its last one, neither trained on nor in the checkpoint."""
+    used = [prompt for _, samples in left.prompts for prompt in {sample[0] for sample in samples}]
+    newest = latest_checkpoint(run / "rl" / "checkpoints")
+    assert newest is not None, f"{run} has no checkpoint"
+    known = {*used, *find_prompts(load_run_state(newest))}
+    return Counter({
+        "prompts trained on": len(set(used)), "prompts trained on twice": len(used) - len(set(used)),
+        "prompts lost": len(set(range(max(known) + 1)) - known), "steps without a batch": steps - len(left.prompts),
+    })  # fmt: skip
+
+
+def kill_asynchronous_runs(amount: Amount) -> Outcome:
+    """Kill asynchronous runs at staleness 2 on the real clock, and count their prompts."""
+    steps, kills, draw = 12 if amount.is_full else 6, amount.count(2, 100), amount.draw
+    options = [*RL, "--rl.num-steps", steps, *ASYNCHRONOUS]
+    _, points = run_straight(options, amount.folder / "straight")
+    found, control = Counter[str](), Counter[str]()
+    while found["kills"] < kills:
+        chain, number = amount.folder / f"chain-{found['chains']}", min(4, kills - found["kills"])
+        left, num_kills = run_chain(options, chain, [draw.randint(points // 10, points // 2) for _ in range(number)])
+        found.update({"kills": num_kills, "chains": 1})
+        found.update(count_prompts(chain / "run", left, steps))
+        shutil.rmtree(chain)
+    for number in range(2 if amount.is_full else 1):
+        chain = amount.folder / f"naive-{number}"
+        left, _ = run_chain(options, chain, [points // 2], FORGETS_ITS_PLACE)
+        control.update(count_prompts(chain / "run", left, steps))
+    counts = dict(found)
+    size = f"{counts.pop('kills')} kills in {counts.pop('chains')} chains of {steps} steps at staleness {STALENESS}"
+    wrong = [name for name in counts if name != "prompts trained on"]
+    return Outcome(
+        size=size, measured=counts, holds=not any(counts[name] for name in wrong),
+        control=dict(control), control_fails=any(control[name] for name in wrong),
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         name="E18", promise="a run that is cancelled at any scheduling point leaves a directory to go on in, and nothing that works",
-        bar="every checkpoint loads, every run goes on to its end with each line of metrics once; no thread at work, no process left",
+        bar="every checkpoint loads, every run goes on with each line of metrics once; no thread at work, no process left",
         naive="a resume that does not cut back the metrics", attempt=_of("interruptions", "cancel_everywhere"),
     ),
     Experiment(
@@ -105,5 +105,20 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         bar="no line and no prompt of a batch different; no prompt lost or trained on twice; every run ends",
         naive='checkpoint_in_flight="restart", which starts rollouts anew',
         attempt=_of("interruptions", "resume_asynchronously"),
+    ),
+    Experiment(
+        name="E20", promise="a long run takes no more memory, files or threads than a short one",
+        bar="in the last half less than 1 % of memory more, 1 file and 1 thread; 0.1 blocks of Python's memory a step, 10 in a short run",
+        naive="all metrics and calls kept", attempt=_of("soak", "soak_loops"),
+    ),
+    Experiment(
+        name="E21", promise="asynchronous training goes on for days while engines die, rewards are slow, and its machine is taken away",
+        bar="no deadlock, no token too old, no prompt lost or trained on twice, and the same numbers again from the same seed",
+        naive="a resume that has its place in the data, and forgets the prompts under way", attempt=_of("virtual_day", "live_a_day"),
+    ),
+    Experiment(
+        name="E24", promise="an asynchronous run that is killed on the real clock trains on each prompt once",
+        bar="no prompt lost or trained on twice, and every run ends", naive="a resume that forgets its place in the data",
+        attempt=_of("kills", "kill_asynchronous_runs"),
     ),
 )  # fmt: skip

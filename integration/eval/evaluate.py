@@ -141,7 +141,7 @@ def _open_directory(directory: Path, settings: dict[str, Any]) -> None:
     with explain_writes(path):
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is damaged ({error}): choose another --output-dir") from error
     if before != settings:
         names = [name for name in settings if before.get(name) != settings[name]]

@@ -96,7 +96,7 @@ def _read(path: Path) -> dict[int, list[Record]]:
         try:
             record = json.loads(line)
             groups[int(record["prompt"])].append(record)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
                 f"{path}:{number} is not a line of an evaluation ({error!r}): remove the file, and its prompts are done again"
             ) from error

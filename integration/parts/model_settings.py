@@ -74,7 +74,7 @@ def _advise_config(directory: Path, error: Exception) -> str:
     try:
         start = path.read_text(encoding="utf-8")
         found = json.loads(start)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         pointer = path.read_bytes().startswith(b"version https://git-lfs") if path.is_file() else False
         return ". It is a pointer of Git LFS: run `git lfs pull` where it was cloned" if pointer else f": {again}"
     kind = found.get("model_type") if isinstance(found, dict) else None

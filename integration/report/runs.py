@@ -110,7 +110,7 @@ def read_lines(path: Path) -> tuple[Line, ...]:
             continue
         try:
             line = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(texts):
                 break
             raise DataError(f"{path}:{number} is not a line of metrics: {error}. Repair or delete the line") from error
@@ -126,7 +126,7 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
         told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         told = []  # a run that goes on, or was killed
     for stage in get_args(Stage):
         told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], stage=stage)
@@ -137,7 +137,7 @@ def read_settings_of(path: Path) -> tuple[Setting, ...]:
     """Read the settings of a run, with the defaults of its task and model where this version knows its file."""
     try:
         saved = cast("dict[str, Any]", json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return ()
     try:
         config = read_saved(Config, path / CONFIG_FILE)

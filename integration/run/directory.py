@@ -118,7 +118,7 @@ def read_facts(output_dir: Path) -> dict[str, Any]:
     path = output_dir / RUN_FILE
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): restore it, for example as {{}}, and go on with --resume") from error
 
 

@@ -206,5 +206,5 @@ def _iterate(path: Path) -> Iterator[dict[str, Any]]:
         try:
             entry = json.loads(line)
             yield {"step": int(entry["step"]), "prompts": [int(prompt) for prompt in entry["prompts"]]}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}:{number} is not a line of a ledger: {error!r}") from error

@@ -379,7 +379,7 @@ def read_saved_mode(output_dir: Path) -> str:
     path = output_dir / RUN_FILE
     try:
         return str(json.loads(path.read_text())["mode"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} does not state the mode of the run ({error!r}): add --mode, one of {', '.join(MODES)}") from error
 
 

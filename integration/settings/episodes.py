@@ -158,7 +158,7 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"environment.parameters has {name!r} twice: leave one of them out")
         try:
             parameters[name] = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError:
+        except (ValueError, RecursionError):
             parameters[name] = text
     return parameters
 

@@ -171,7 +171,7 @@ def keep_warnings(directory: Path) -> Generator[Callable[[str], None]]:
 def read_warnings(path: Path) -> tuple[str, ...]:
     """Return the texts of a file of warnings, in order, and behind them how many of each kind it does not have; () if there is none."""
     rows = _read_rows(path)
-    left_out = {row["kind"]: str(row["text"]) for row in rows if "kind" in row}  # the last of each kind
+    left_out = {str(row["kind"]): str(row["text"]) for row in rows if "kind" in row}  # the last of each kind
     return tuple(dict.fromkeys([*(str(row["text"]) for row in rows if "kind" not in row), *left_out.values()]))
 
 
@@ -183,7 +183,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row: Any = json.loads(line)
             if isinstance(row, dict) and "text" in row:
                 found.append(cast("dict[str, Any]", row))

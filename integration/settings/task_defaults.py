@@ -43,7 +43,7 @@ def is_own_model(model_path: str | None) -> bool:
         return False
     try:
         vocab_size: Any = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return True  # whatever is wrong with it is told when it is loaded
     return not (isinstance(vocab_size, int) and vocab_size <= 3 + len(ALPHABET))
 

@@ -54,7 +54,7 @@ def read_lengths(path: Path) -> NDArray[np.float64]:
 def _parse_length(line: str, where: str) -> float:
     try:
         value: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict) and isinstance(mask := cast("dict[str, Any]", value).get("loss_mask"), list):
         value = sum(entry > 0 for entry in cast("list[float]", mask))

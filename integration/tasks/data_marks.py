@@ -179,7 +179,7 @@ def read_lines(path: Path) -> dict[str, LineMarks]:
     """Read ROWS_FILE; empty if it is not there or damaged, which costs the names of the lines alone."""
     try:
         return {found: LineMarks.from_dict(raw) for found, raw in json.loads(path.read_text(encoding="utf-8"))["lines"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

@@ -89,7 +89,7 @@ def _read_scores(path: Path, mark: str) -> dict[str, tuple[float, float]]:
         first, *lines = whole.splitlines()
         found = json.loads(first)["reference"]
         known = {str(name): (chosen, rejected) for name, chosen, rejected in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): {again}") from error
     if bad := [numbers for numbers in known.values() if not all(map(is_finite_number, numbers))]:
         raise CheckpointError(f"{path} is damaged (it holds {bad[0]}, expected log-probs): {again}")

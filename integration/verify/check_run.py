@@ -125,7 +125,7 @@ def check_facts(path: Path) -> Finding:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
         told = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         return judge("facts", f"{file} cannot be read: {error}", fails=True, advice='restore it, for example as {"mode": "sft+rl"}')
     gaps = facts.get("metrics_gaps", [])
     return judge(

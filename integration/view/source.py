@@ -118,7 +118,7 @@ def find_masking(path: Path) -> bool:
     run = find_run(path)
     try:
         return run is not None and json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))["rl"]["mask_truncated"] is True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -248,6 +248,6 @@ def _create_own(run: Path) -> Decode | None:
         if model.get("path") is not None:
             return read_tokenizer(Path(model["path"]))
         tokenizer = create_char_tokenizer(int(model.get("vocab_size", ModelSection().vocab_size)))
-    except (OSError, ValueError, KeyError, TypeError, AssertionError):  # a configuration of another version of this program: show ids
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):  # a file of another version: show ids
         return None
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -57,7 +57,7 @@ class TaskDefinitionModel:
         """Read a definition from a file. Raises ConfigError naming it."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"cannot read a task definition from {path}: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds a JSON {type(data).__name__}, expected an object with 'task' and 'ground_truth'")

@@ -171,7 +171,7 @@ def _lines(path: Path | str) -> Iterator[str]:
 def _parse(path: Path | str, number: int, parse: Callable[[dict[str, Any]], Parsed], row: dict[str, Any], what: str) -> Parsed:
     try:
         return parse(row)
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, OverflowError) as error:
         raise DataError(f"{path}:{number} is not {what}: {type(error).__name__}: {error}") from error
 
 

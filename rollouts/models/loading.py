@@ -212,7 +212,7 @@ def _list_tokenizer(directory: Path) -> list[str]:
 def _is_json(path: Path) -> bool:
     try:
         json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return True
 

@@ -45,7 +45,7 @@ def find_weight_files(directory: Path) -> list[Path]:
         try:
             weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
             names = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index} has no weight_map of names to files ({error!r}): export the weights again") from error
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
@@ -208,7 +208,7 @@ def check_architecture(model: PreTrainedModel, directory: Path) -> None:
     """Raise CheckpointError if the directory's config.json is missing or describes a model with other sizes."""
     try:
         found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{directory} has no readable config.json: it is not a model directory ({error})") from error
     expected = model.config.to_dict()
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

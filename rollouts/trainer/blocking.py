@@ -189,7 +189,7 @@ class PPOTrainer(AbstractContextManager["PPOTrainer"]):
 
     @property
     def metrics_history(self) -> list[dict[str, float]]:
-        """Metrics of each iteration: "epoch" (of its fit(), from 0), "iteration" (from 1), "policy_loss", "reward_mean" and many more."""
+        """Metrics of the last 1,000 iterations; see TrainerSession.metrics_history."""
         return self._thread.value.metrics_history
 
     @property

@@ -9,6 +9,7 @@ PPOTrainer of rollouts.trainer.blocking is the same for programs without a trio 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from rollouts.backends.factory import create_critic_backend, create_pytorch_back
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.chat.tokenize import Messages
-from rollouts.config import RLTrainingConfig, RolloutConfig, check_positive
+from rollouts.config import HISTORY_STEPS, RLTrainingConfig, RolloutConfig, check_positive
 from rollouts.data.datasets import load_rl_prompts
 from rollouts.data.prompts import DataBuffer
 from rollouts.engines.inprocess.engine import InProcessEngine
@@ -72,10 +73,10 @@ class TrainingTask:
 
 
 class _History:
-    """Logger that keeps every line, and passes it on."""
+    """Logger that keeps the last HISTORY_STEPS lines, and passes each on."""
 
     def __init__(self, logger: MetricsLogger | None) -> None:
-        self.lines: list[dict[str, float]] = []
+        self.lines: deque[dict[str, float]] = deque(maxlen=HISTORY_STEPS)
         self.epoch_of: Callable[[int], int] | None = None  # iteration -> epoch of the present fit()
         self._logger = logger
 
@@ -89,6 +90,11 @@ class _History:
         self.lines.append(line)
         if self._logger is not None:
             self._logger.log(line, step)
+
+    def cut(self, step: int) -> None:
+        """Drop the lines of later iterations."""
+        while self.lines and self.lines[-1]["iteration"] > step:
+            self.lines.pop()
 
     def finish(self) -> None:
         """Finish the other logger."""
@@ -151,7 +157,10 @@ class TrainerSession:
 
     @property
     def metrics_history(self) -> list[dict[str, float]]:
-        """Metrics of each iteration: "epoch" (of its fit(), from 0), "iteration" (from 1), "policy_loss", "reward_mean" and many more."""
+        """Metrics of the last 1,000 iterations: "epoch" (of its fit(), from 0), "iteration" (from 1), "policy_loss", "reward_mean", ...
+
+        A metrics_logger gets those of all.
+        """
         return list(self._history.lines)
 
     @property
@@ -253,7 +262,7 @@ class TrainerSession:
         parts = self._parts
         resume = await restore_rl_run(checkpoint, parts.backend, self._manager, parts.engines, self._training, critic=parts.critic)
         self.iteration = resume.step
-        self._history.lines = [line for line in self._history.lines if line["iteration"] <= resume.step]
+        self._history.cut(resume.step)
         return resume.step
 
     async def _train(self, parts: RLParts, source: AsyncRolloutManager | _Given, training: RLTrainingConfig) -> None:

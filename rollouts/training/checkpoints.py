@@ -108,7 +108,7 @@ def verify_checkpoint(path: Path) -> None:
         files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {MANIFEST_FILE}: it is not a complete checkpoint") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST_FILE} is damaged: {type(error).__name__}: {error}") from error
     if RUN_STATE_FILE not in files:
         raise CheckpointError(f"{path / MANIFEST_FILE} does not list {RUN_STATE_FILE}: it is not a checkpoint of a run")

@@ -240,7 +240,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number} is a JSON {type(row).__name__}, expected an object of metrics")

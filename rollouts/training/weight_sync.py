@@ -322,7 +322,7 @@ def _read_expected_version(path: Path) -> int | None:
         return None
     try:
         version = json.loads(version_file.read_text())["weight_version"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f'{version_file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again.') from error
     if not isinstance(version, int) or isinstance(version, bool):
         raise CheckpointError(f"{version_file} has weight_version {version!r}, expected an integer. Export the weights again.")

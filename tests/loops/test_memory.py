@@ -15,13 +15,21 @@ from rollouts.async_rl_loop import run_async_rl_training
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.config import RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts.config import (
+    HISTORY_STEPS,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+)
 from rollouts.data.prompts import DataBuffer
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import run_rl_training
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend, FakeEngine
+from rollouts.trainer.session import _History
 from rollouts.types import Sample, SamplingParams
 
 
@@ -79,6 +87,27 @@ async def test_memory_does_not_grow_with_the_steps(loop: str, num_steps: int):
     limit = 700 if num_steps < 1000 else 30  # few steps cannot tell growth from what other tests of the process leave to be collected
     assert flat < limit, f"{flat:.0f} bytes a step"
     assert grows > flat + 200, f"{grows:.0f} bytes a step, and {flat:.0f} without a history: the control does not show it"
+
+
+@pytest.mark.parametrize("kind", [SFTTrainingConfig, RLTrainingConfig, PreferenceTrainingConfig, RewardModelTrainingConfig])
+def test_by_default_the_memory_of_metrics_is_bounded(kind: Any):
+    assert kind().history_steps == HISTORY_STEPS == 1000
+
+
+async def test_a_run_longer_than_the_default_returns_its_last_steps():
+    logger = Weigher()
+    found = await train("sft", HISTORY_STEPS + 3, SFTTrainingConfig().history_steps, logger)
+    assert len(found) == HISTORY_STEPS
+    assert [metrics["grad_norm"] for metrics in (found[0], found[-1])] == [1 / 4, 1 / (HISTORY_STEPS + 3)]  # of the fake: 1 / its updates
+
+
+def test_the_history_of_a_trainer_is_bounded_and_cut_back():
+    history = _History(None)
+    for step in range(1, HISTORY_STEPS + 4):
+        history.log({"loss": 0.5}, step)
+    assert [history.lines[0]["iteration"], history.lines[-1]["iteration"]] == [4, HISTORY_STEPS + 3]
+    history.cut(9)
+    assert [line["iteration"] for line in history.lines] == [4, 5, 6, 7, 8, 9]
 
 
 async def test_the_last_steps_are_returned():

@@ -234,7 +234,7 @@ def read_fingerprint(directory: Path) -> str:
     """Read the fingerprint of the base that the adapters in a directory were trained on."""
     try:
         return str(json.loads((directory / BASE_FILE).read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{directory / BASE_FILE} does not say which weights the adapters belong to: {error}") from error
 
 
@@ -248,7 +248,7 @@ def check_adapter_config(model: PreTrainedModel, config: LoRAConfig, directory: 
         )
     try:
         found = cast("dict[str, Any]", json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     own = {
         "r": config.rank,

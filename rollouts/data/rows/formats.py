@@ -248,7 +248,7 @@ def _read_tools(row: Row, where: str) -> Row:
 def _parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}; it begins with {text[:60]!r}") from error
 
 

@@ -430,5 +430,5 @@ def _read_version(path: Path, following: int) -> int:
         return following
     try:
         return int(json.loads(file.read_text())["weight_version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EngineError(f'{file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again') from error

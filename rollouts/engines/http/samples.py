@@ -69,7 +69,7 @@ def expand_spans(name: str, spans: Iterable[tuple[str, int, int]], num_tokens: i
     labels: list[str] = []
     spans = list(spans)
     for label, start, end in spans:
-        if start != len(labels) or end < start:
+        if start != len(labels) or not start <= end <= num_tokens:
             break
         labels.extend([label] * (end - start))
     if len(labels) != num_tokens:

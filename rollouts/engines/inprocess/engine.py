@@ -217,7 +217,7 @@ class InProcessEngine:
             weights = await trio.to_thread.run_sync(read_weights, path, self._model)
             version_file = path / WEIGHT_VERSION_FILE
             version = int(json.loads(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
-        except (CheckpointError, OSError, ValueError, KeyError) as error:
+        except (CheckpointError, OSError, ValueError, KeyError, RecursionError) as error:
             raise EngineError(f"{self.name} cannot load weights from {path}: {error}") from error
         return await self._replace_weights(weights, version, str(path))
 

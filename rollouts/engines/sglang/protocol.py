@@ -291,5 +291,5 @@ def _protocol_errors(route: str, answer: Any) -> Generator[None]:
     """Raise EngineProtocolError, with the answer, for a missing or misshapen field."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise EngineProtocolError(f"{route} answered with something else than expected ({error!r}): {str(answer)[:500]}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,7 @@ def parse_chat_response(data: Any) -> ChatCompletion:
         usage = data.get("usage") and TokenUsage(
             prompt_tokens=int(data["usage"]["prompt_tokens"]), completion_tokens=int(data["usage"]["completion_tokens"])
         )
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise _surprise("one answer", data) from error
     if not (isinstance(finish_reason, str) and finish_reason):
         raise _surprise("an answer with the reason why it ended", data)
@@ -215,15 +216,22 @@ def join_chunks(chunks: Sequence[Any]) -> dict[str, Any]:
                 delta = choice.get("delta") or {}
                 finish_reason = choice.get("finish_reason") or finish_reason
                 for name, parts in texts.items():
-                    parts.append(delta.get(name) or "")
-                texts["reasoning"].append(delta.get("reasoning_content") or "" if not delta.get("reasoning") else "")
+                    parts.append(_read_text(delta.get(name)))
+                texts["reasoning"].append("" if delta.get("reasoning") else _read_text(delta.get("reasoning_content")))
                 for part in delta.get("tool_calls") or ():
-                    _add_tool_call(calls.setdefault(part["index"], {}), part)
+                    _add_tool_call(calls.setdefault(operator.index(part["index"]), {}), part)
         except (TypeError, KeyError, AttributeError) as error:
             raise _surprise("a part of an answer", chunk) from error
     message: dict[str, Any] = {name: "".join(parts) or None for name, parts in texts.items()}
     message["tool_calls"] = [calls[index] for index in sorted(calls)]
     return {"model": model, "usage": usage, "choices": [{"index": 0, "finish_reason": finish_reason, "message": message}]}
+
+
+def _read_text(value: Any) -> str:
+    """Return a text, "" for none. Raises TypeError for anything else."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"found {value!r:.80}, expected a text")
+    return value or ""
 
 
 def _add_tool_call(call: dict[str, Any], part: Mapping[str, Any]) -> None:

@@ -263,7 +263,7 @@ def _read_header(file: Path) -> dict[str, TensorLayout]:
         entries = {name: value for name, value in header.items() if name != "__metadata__"}
         tensors = {name: TensorLayout(tuple(map(int, value["shape"])), str(value["dtype"])) for name, value in entries.items()}
         offsets = {name: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for name, value in entries.items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error!r}): export the weights again") from error
     end = 0
     item_bytes = dict(_DTYPE_BYTES)
@@ -286,5 +286,5 @@ def _says_tied(path: Path) -> bool:
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}): export the weights again") from error
