@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.models.hub import HUB_NAME
+from rollouts.models.hub import HUB_NAME, limit_requests
+
+_PUSH_S = 300.0
+"""Seconds without a byte after which a push is given up, if HF_HUB_DOWNLOAD_TIMEOUT is not longer: a large commit takes the hub long."""
 
 
 def check_push(name: str) -> None:
@@ -36,8 +39,9 @@ def push_model(directory: Path, name: str, *, private: bool = True) -> str:
 
     api = HfApi()
     try:
-        address = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=directory, commit_message="Trained by rollouts")
+        with limit_requests(_PUSH_S):
+            address = api.create_repo(name, private=private, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=directory, commit_message="Trained by rollouts")
     except (cast("Any", errors).HTTPError, OSError, ValueError) as error:
         told = next(iter(str(error).strip().splitlines()), repr(error))
         raise RolloutsError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -69,6 +70,32 @@ def find_hub_model(
     return HubModel(name, found.name, found)
 
 
+@contextmanager
+def limit_requests(least_s: float = 0.0) -> Generator[None]:
+    """Give requests of huggingface_hub that have no deadline one, in the block: HF_HUB_DOWNLOAD_TIMEOUT seconds without a byte.
+
+    Without it, a hub that accepts a connection and never answers is waited for without end.
+
+    Args:
+        least_s: lower bound, for requests that a hub works at for long, such as a commit.
+    """
+    from huggingface_hub import constants, get_session
+
+    seconds = max(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), least_s)
+    client: Any = get_session()
+    hooks = client.event_hooks
+
+    def limit(request: Any) -> None:
+        given = request.extensions.get("timeout", {})
+        request.extensions["timeout"] = {name: given.get(name) or seconds for name in ("connect", "read", "write", "pool")}
+
+    client.event_hooks = {**hooks, "request": [*hooks.get("request", ()), limit]}
+    try:
+        yield
+    finally:
+        client.event_hooks = hooks
+
+
 def list_cached_models() -> list[str]:
     """Return the names of the models in the local cache."""
     from huggingface_hub import constants
@@ -82,7 +109,8 @@ def _explain(download: Callable[[], Path], name: str, revision: str | None, opti
     from huggingface_hub import errors
 
     try:
-        return download()
+        with limit_requests():
+            return download()
     except (cast("Any", errors).HTTPError, OSError, ValueError) as error:
         here = f"{option} is {name!r}" + ("" if revision is None else f", revision {revision!r}")
         raise ConfigError(f"{here}, {_tell_cause(error, name)}") from error
@@ -112,7 +140,8 @@ def _tell_cause(error: Exception, name: str) -> str:
             "`hf auth login`, or set HF_TOKEN"
         )
     if is_one_of(hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, hub.IncompleteSnapshotError):
-        why = "HF_HUB_OFFLINE forbids a download" if is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
+        limit = f"cannot be reached, or does not answer within {constants.HF_HUB_DOWNLOAD_TIMEOUT:g} s (HF_HUB_DOWNLOAD_TIMEOUT)"
+        why = "HF_HUB_OFFLINE forbids a download" if is_offline_mode() else f"{constants.ENDPOINT} {limit}"
         cached = list_cached_models()
         return (
             f"but there is no such directory here, the local cache {constants.HF_HUB_CACHE} lacks files of it, and {why}; the cache has "

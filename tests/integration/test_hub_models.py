@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
@@ -15,12 +16,13 @@ import pytest
 from hub_server import Hub, serve_hub
 
 from integration import command as command_module
+from integration.convert import push
 from integration.parts.hub_models import find_models, names_hub, names_hub_model
 from integration.settings.config import Config
 from integration.settings.preference import PreferenceSection
 from integration.settings.sections import ModelSection, ReferenceSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError
 from rollouts.models.hub import find_hub_model, is_hub_name
 from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.testing import create_tiny_model
@@ -220,3 +222,25 @@ def test_a_command_asks_the_network_for_data_exactly_if_it_names_some_of_the_hub
     monkeypatch.setattr(module, "_run" if argv[0] == "train" else "run", lambda *_: seen.append(os.environ.get("HF_HUB_OFFLINE")) or 0)
     assert command_module.main(list(argv)) == 0
     assert seen == [None if online else "1"]
+
+
+@pytest.mark.parametrize("what", ["download", "push"])
+def test_a_hub_that_never_answers_is_given_up_with_the_variable(
+    what: str, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from huggingface_hub import constants, get_session
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system accepts connections, and nobody reads them
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+        monkeypatch.setattr(push, "_PUSH_S", 0.5)
+        hooks = get_session().event_hooks
+        if what == "push":
+            with pytest.raises(RolloutsError, match=r"tiny/letters could not be written on the hub \(.*timed out"):
+                push.push_model(model_directory, NAME)
+        else:
+            with pytest.raises(ConfigError, match=r"does not answer within 1 s \(HF_HUB_DOWNLOAD_TIMEOUT\)"):
+                find_hub_model(NAME)
+        assert get_session().event_hooks == hooks, "the package is as it was"
