@@ -94,6 +94,12 @@ def compare(
     return table
 
 
+def processor_seconds(pid: int) -> float:
+    """Return user and system seconds of a process with all its threads. Linux only."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def memory_mb(name: str) -> float:
     """Return the resident memory of this process in MB: "VmRSS" = current, "VmHWM" = peak. Linux only.
 

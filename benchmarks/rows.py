@@ -22,9 +22,9 @@ import numpy as np
 import torch
 import trio
 
-from benchmarks import generate_throughput, http_clients, logprobs, orchestration, startup
+from benchmarks import gateway_requests, generate_throughput, http_clients, logprobs, orchestration, startup
 from benchmarks.delayed_server import raise_open_files, run_server
-from benchmarks.measure import MODEL_SIZES, compare, create_model
+from benchmarks.measure import MODEL_SIZES, compare, create_model, processor_seconds
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
@@ -169,12 +169,6 @@ def read_line(stream: IO[str] | None) -> str:
     """Read a line of a process."""
     assert stream is not None
     return stream.readline()
-
-
-def processor_seconds(pid: int) -> float:
-    """Return user and system seconds of a process with all its threads. Linux only."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # -- training
@@ -394,6 +388,28 @@ def ask_against_aiohttp(size: str, work: Work) -> Figures:
             for name, client in ((OTHER, http_clients.AIOHTTP), (OURS, "HTTPEndpoint")):
                 rates[name].append(http_clients.run_client(client, url, work.in_flight, requests)[0])
     return {"ratio": float(np.median(rates[OURS]) / np.median(rates[OTHER]))}
+
+
+def serve_sessions(size: str, work: Work) -> Figures:
+    """Measure requests of a gateway per processor second, and their number at the most sessions in flight over that at the fewest."""
+    raise_open_files()
+    numbers = (max(1, work.in_flight // 10), work.in_flight, 2 * work.in_flight)
+    found = gateway_requests.compare_servers(numbers, 4 * work.in_flight, work.repeats, kinds=(gateway_requests.GATEWAY,))
+    rates = list(found[gateway_requests.GATEWAY].values())
+    return {"rate": min(rates), "flat": rates[-1] / rates[0]}
+
+
+def serve_against_aiohttp(size: str, work: Work) -> Figures:
+    """Measure requests of a gateway per processor second over those of a handler of aiohttp.web that neither tokenizes nor records."""
+    raise_open_files()
+    found = gateway_requests.compare_servers((work.in_flight,), 4 * work.in_flight, work.repeats)
+    ours, other = (next(iter(found[name].values())) for name in (gateway_requests.GATEWAY, gateway_requests.AIOHTTP))
+    return {"ratio": ours / other}
+
+
+def record_turns(size: str, work: Work) -> Figures:
+    """Measure the processor milliseconds that recording adds to a turn behind a history."""
+    return {"ms": gateway_requests.measure_recording(8 * work.tokens)}
 
 
 def start_commands(size: str, work: Work) -> Figures:

@@ -3,11 +3,11 @@
     python -m benchmarks.run --quick|--full [--only ROW ...] [--json FILE.json] [--compare BASELINE.json]
 
 Prints one JSON object a row: `row`, `size`, `alternative`, `ratio`, `target`, `met`, and `unit` and `better`, which say how to read them.
-A ratio is one of processor seconds or of units per processor second, ours relative to the alternative; rows in "s" have processor seconds
-and rows in "share" a fraction. `ratio` and `met` are null where a row was `skipped` or ended in an `error`. --quick measures sizes S and M
-with the same work as --full, but fewer turns; --full measures L, learning and the largest simulation, too. --compare adds `before`, the
-ratio of a stored run (null if it has no such row), and `change`, the quotient. --json writes the file after each row. Progress is printed
-to stderr. Exit status: 1 if a row ended in an error.
+A ratio is one of processor seconds or of units per processor second, ours relative to the alternative; rows in "s" and "ms" have processor
+seconds and milliseconds, rows in "per s" units per processor second, and rows in "share" a fraction. `ratio` and `met` are null where a
+row was `skipped` or ended in an `error`. --quick measures sizes S and M with the same work as --full, but fewer turns; --full measures L,
+learning and the largest simulation, too. --compare adds `before`, the ratio of a stored run (null if it has no such row), and `change`,
+the quotient. --json writes the file after each row. Progress is printed to stderr. Exit status: 1 if a row ended in an error.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Row:
     alternative: str
     target: float
     figure: str = "ratio"  # its name among the figures of the measurement
-    unit: Literal["times", "share", "s"] = "times"
+    unit: Literal["times", "share", "s", "ms", "per s"] = "times"
     better: Literal["higher", "lower"] = "higher"
     full_only: bool = False
     needs: str | None = None  # the module of another library that it compares with
@@ -97,6 +97,21 @@ TABLE: tuple[tuple[Callable[[str, Work], Figures], list[Row]], ...] = (
         ],
     ),
     (rows.ask_against_aiohttp, [Row(row="http", size="1,000 in flight", alternative="aiohttp", target=1.2, needs="aiohttp")]),
+    (
+        rows.serve_sessions,
+        [
+            Row(row="gateway", size="100 to 2,000 sessions", alternative="processor seconds", target=1500, figure="rate", unit="per s"),
+            Row(row="gateway-flat", size="100 to 2,000 sessions", alternative="100 sessions", target=0.9, figure="flat"),
+        ],
+    ),
+    (
+        rows.serve_against_aiohttp,
+        [Row(row="gateway", size="1,000 sessions", alternative="aiohttp.web, nothing recorded", target=0.3, needs="aiohttp")],
+    ),
+    (
+        rows.record_turns,
+        [Row(row="gateway-record", size="32,768 tokens", alternative="nothing recorded", target=1, figure="ms", unit="ms", better="lower")],
+    ),
     (
         rows.start_commands,
         [

@@ -161,7 +161,10 @@ def run(command: _Arguments) -> int:
     """Run the server. Returns the exit status."""
     import trio
 
-    trio.run(serve, command)
+    from integration.run.job import favor_computation
+
+    with favor_computation():
+        trio.run(serve, command)
     return 0
 
 

@@ -95,9 +95,9 @@ class Answerer:
         name = f"{session.request_prefix}-{next(self._numbers)}"
         request, plan = prepared.request, prepared.plan
         seeds = choose_seeds(self._config, session, request.wishes, plan.tokens)
-        asked, played = self._ask(prepared), None
+        played: Sequence[RecordedAnswer] | None = None
         if session.tape is not None:
-            played = session.tape.play(asked, plan)
+            played = session.tape.play(self._ask(prepared), plan)
             if played is None and isinstance(session.engine, AbsentEngine):
                 with refuse_engine_errors(session):
                     raise ReplayError(f"the harness differs from the recording, and there is no engine. {session.tape.difference}")
@@ -115,7 +115,7 @@ class Answerer:
                 noted = [
                     RecordedAnswer.create(answer.number, reply_message(reply), answer.text, reply.completion) for answer, reply in answers
                 ]
-                session.tape.note(asked, plan, noted)
+                session.tape.note(self._ask(prepared), plan, noted)
         except BaseException:
             session.forget(answer.number for answer, _ in answers)
             raise
@@ -150,10 +150,13 @@ class Answerer:
         done = False
         try:
             with refuse_engine_errors(session), scope:
-                with raise_single_errors():
-                    async with trio.open_nursery() as nursery:
-                        for k in range(len(seeds)):
-                            nursery.start_soon(sample, k, nursery.cancel_scope)
+                if len(seeds) == 1:
+                    await sample(0, scope)
+                else:
+                    with raise_single_errors():
+                        async with trio.open_nursery() as nursery:
+                            for k in range(len(seeds)):
+                                nursery.start_soon(sample, k, nursery.cancel_scope)
                 if errors:
                     raise errors[0]
                 done = True

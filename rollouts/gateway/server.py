@@ -18,7 +18,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import h11
 import trio
 
 from rollouts.engines.protocol import InferenceEngine
@@ -33,6 +32,7 @@ from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from rollouts.gateway.http.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
 from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
+from rollouts.gateway.http.wire import CLIENT_HAS_LEFT
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.gateway.requests import Answered, GatewayRequest, Stored, insert_history, reply_message
 from rollouts.gateway.samples import Rows, answers_to_samples
@@ -53,7 +53,6 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType({
 })  # fmt: skip
 """Dialects by the end of their paths."""
 
-_CLIENT_HAS_LEFT = (h11.LocalProtocolError, h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError)
 _logger = logging.getLogger(__name__)
 
 
@@ -198,7 +197,7 @@ class Gateway:
                         await connection.send(answer)
         except Exception as error:
             error.add_note("it ended one connection of the gateway; the others go on")
-            if not all(isinstance(inner, (*_CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
+            if not all(isinstance(inner, (*CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
                 _logger.exception("a connection of the gateway failed")
         finally:
             connection.close()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -57,7 +58,7 @@ class Answer:
         while answer is not None:
             parts += (answer.tokens, answer.given)
             answer = None if answer.begins_context else answer.parent
-        return tuple(token for part in reversed(parts) for token in part)
+        return tuple(chain.from_iterable(reversed(parts)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from functools import lru_cache
 from hashlib import blake2b
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -65,6 +66,7 @@ def check_key(key: str) -> None:
         raise ConfigError(f"{key!r:.100} is no key of a session: letters, digits and _ . ~ -, at most 200")
 
 
+@lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
     """Whether a Host header names this machine as programs on it do."""
     try:

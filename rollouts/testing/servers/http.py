@@ -18,9 +18,9 @@ import h11
 import trio
 
 from rollouts.errors import RolloutsError, raise_single_errors
+from rollouts.gateway.http.wire import CLIENT_HAS_LEFT, Wire
 
-_READ_SIZE = 65536
-_MAX_HEADER_BYTES = 65536
+_MAX_BODY_BYTES = 2**40  # weights are sent in bodies
 _LOOK_S = 0.002
 
 
@@ -217,14 +217,14 @@ class LoopbackServer:
                 self._nursery.start_soon(self._serve, stream)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        connection = _Connection(stream)
+        connection = _Connection(stream, self._keep_alive_s)
         self._open.add(connection)
         try:
             with connection.scope:
-                while not connection.is_over and (request := await connection.receive(self._keep_alive_s)) is not None:
+                while not connection.is_over and (request := await connection.receive()) is not None:
                     self.received.append(request)
                     await self._answer(connection, request)
-        except (h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
+        except CLIENT_HAS_LEFT:
             pass  # the client's connection broke or did not carry HTTP: nobody to answer
         except ServerDied:
             self.die()
@@ -294,112 +294,67 @@ class _ActiveFault:
 
 
 class _Connection:
-    """One connection and its HTTP/1.1 state."""
+    """One connection, whose answers can be spoilt."""
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    def __init__(self, stream: trio.SocketStream, keep_alive_s: float) -> None:
         self.scope = trio.CancelScope()
-        self.is_over = False
-        self._stream = stream
-        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEADER_BYTES)
+        self._wire = Wire(stream, max_body_bytes=_MAX_BODY_BYTES, idle_s=keep_alive_s)
+        self.cancel_when_client_leaves = self._wire.cancel_when_client_leaves
 
-    async def receive(self, keep_alive_s: float) -> Request | None:
+    @property
+    def is_over(self) -> bool:
+        """Whether no further request will come."""
+        return self._wire.is_over
+
+    async def receive(self) -> Request | None:
         """Return the next request; None if the client has left or sends nothing for too long."""
-        if self._http.our_state is h11.DONE:
-            self._http.start_next_cycle()
-        head: h11.Request | None = None
-        body: list[bytes] = []
-        while True:
-            event = self._http.next_event()
-            if event is h11.NEED_DATA:
-                data: bytes | None = None
-                with trio.move_on_after(keep_alive_s if head is None else 60.0):
-                    data = await self._stream.receive_some(_READ_SIZE)
-                if not data:
-                    return None
-                self._http.receive_data(data)
-            elif isinstance(event, h11.Request):
-                head = event
-                if self._http.they_are_waiting_for_100_continue:
-                    await self._send(h11.InformationalResponse(status_code=100, headers=[]))
-            elif isinstance(event, h11.Data):
-                body.append(bytes(event.data))
-            elif isinstance(event, h11.EndOfMessage):
-                assert head is not None, "a request without a head"
-                return _create_request(head, b"".join(body))
-            else:
-                return None
-
-    @asynccontextmanager
-    async def cancel_when_client_leaves(self) -> AsyncGenerator[None]:
-        """Cancel the block if the connection closes; bytes that the client sends meanwhile are kept for the next request."""
-        with raise_single_errors():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._watch, nursery.cancel_scope)
-                finished = False
-                try:
-                    yield
-                    finished = True
-                finally:
-                    self.is_over = self.is_over or not finished
-                    nursery.cancel_scope.cancel()
-
-    async def _watch(self, scope: trio.CancelScope) -> None:
-        try:
-            while data := await self._stream.receive_some(_READ_SIZE):
-                self._http.receive_data(data)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
-        self.is_over = True
-        scope.cancel()
+        heads: list[h11.Request] = []
+        body = await self._wire.receive(heads.append)
+        return None if body is None else _create_request(heads[0], body)
 
     async def send(self, response: Response, *, cut: bool = False) -> None:
         headers = [("content-length", str(len(response.body)))]
         if response.content_type is not None:
             headers.append(("content-type", response.content_type))
-        data = self._http.send(h11.Response(status_code=response.status, headers=[*headers, ("server", "uvicorn")])) or b""
+        head = h11.Response(status_code=response.status, headers=[*headers, ("server", "uvicorn")])
         if cut:
-            await self._stream.send_all(data + response.body[: len(response.body) // 2])
+            await self._wire.send_bytes(self._wire.encode(head) + response.body[: len(response.body) // 2])
             return self.drop()
-        data += self._http.send(h11.Data(data=response.body)) or b""
-        data += self._http.send(h11.EndOfMessage()) or b""
-        await self._stream.send_all(data)
-        self.is_over = self.is_over or response.hang_up or self._http.our_state is not h11.DONE
+        await self._wire.send(head, h11.Data(data=response.body), h11.EndOfMessage())
+        self._wire.end_answer()
+        self._wire.is_over = self._wire.is_over or response.hang_up
         return None
 
     async def send_events(self, stream: EventStream, *, cut: bool = False) -> None:
-        await self._send(h11.Response(status_code=200, headers=[("content-type", "text/event-stream; charset=utf-8")]))
+        await self._wire.send(h11.Response(status_code=200, headers=[("content-type", "text/event-stream; charset=utf-8")]))
         lock = trio.Lock()  # several samples may stream at the same time
         num_sent = 0
 
         async def send(event: str) -> None:
             nonlocal num_sent
             async with lock:
-                await self._send(h11.Data(data=f"data: {event}\n\n".encode()))
+                await self._wire.send(h11.Data(data=f"data: {event}\n\n".encode()))
             num_sent += 1
             if cut and num_sent == 2:
                 self.drop()
                 await trio.lowlevel.checkpoint()
 
         await stream.produce(send)
-        await self._send(h11.EndOfMessage())
-        self.is_over = self.is_over or self._http.our_state is not h11.DONE
-        return
+        await self._wire.send(h11.EndOfMessage())
+        self._wire.end_answer()
 
     async def send_garbage(self) -> None:
-        await self._stream.send_all(b"this is not HTTP\r\n\r\n")
+        await self._wire.send_bytes(b"this is not HTTP\r\n\r\n")
         self.drop()
-
-    async def _send(self, event: Any) -> None:
-        await self._stream.send_all(self._http.send(event) or b"")
 
     def drop(self) -> None:
         """Stop requests in flight and close."""
-        self.is_over = True
+        self._wire.is_over = True
         self.scope.cancel()
         self.close()
 
     def close(self) -> None:
-        self._stream.socket.close()
+        self._wire.close()
 
 
 def _create_request(head: h11.Request, body: bytes) -> Request:
