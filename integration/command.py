@@ -30,7 +30,7 @@ class Program:
 
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
-        "train": Program("train a language model: SFT, RL, or one after the other", "integration.train"),
+        "train": Program("train a language model: SFT, RL, preferences, or one after the other", "integration.train"),
         "train-reward-model": Program("train a reward model on pairs of answers", "integration.train_reward_model"),
         "view": Program("show the rollouts of a run in the terminal", "integration.view.__main__"),
         "reward": Program("try a reward function on rows of data: scores, reasons and the time it takes", "integration.reward"),
@@ -38,7 +38,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "convert": Program("convert a trained model to a plain Hugging Face directory", "integration.convert.__main__"),
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
         "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
-        "gateway": Program("serve a model behind the APIs of chat programs, and record what they sample", "integration.gateway"),
+        "gateway": Program("serve a model behind the APIs of OpenAI and Anthropic, for programs that speak them", "integration.gateway"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
         "verify": Program("check a run directory: metrics, ledger, checkpoints, and where it can go on", "integration.verify.__main__"),

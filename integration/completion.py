@@ -34,7 +34,7 @@ Options = Mapping[str, tuple[str, ...]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the script of a shell. Returns 0, or 2 for an unknown shell."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments in (["--help"], ["-h"]):
+    if arguments in (["--help"], ["-h"], ["--help-all"]):
         with ignore_closed_stdout():
             print(HELP)
         raise SystemExit(0)
@@ -61,7 +61,7 @@ def read_programs() -> dict[str, dict[str, tuple[str, ...]]]:
         else:
             run = importlib.import_module(program.module).main
             printed = io.StringIO()
-            for flag in ("--help", "--help-all"):  # a program without --help-all refuses it
+            for flag in ("--help", "--help-all"):
                 with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
                     run([flag])
             found[name] = read_options(printed.getvalue())

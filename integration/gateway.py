@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
 from integration.settings.help_text import name_as_started
+from integration.settings.other_names import describe_unknown
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,32 +29,33 @@ if TYPE_CHECKING:
 PROGRAM = "python -m integration.gateway"
 HELP = f"""usage: {PROGRAM} [MODEL] [OPTIONS]
 
-Serve a model behind OpenAI's and Anthropic's APIs and print the address. Requests under a path /sessions/KEY/v1, or with the API key
-TOKEN:KEY, are a session: a conversation goes on behind the tokens that were sampled, at one temperature. Nothing is kept of other requests.
-In code, rollouts.open_gateway gives the training samples of sessions.
+Serve a model behind OpenAI's and Anthropic's APIs and print the address, until Ctrl-C. Requests under the path /sessions/KEY/v1, or with
+the API key TOKEN:KEY, form a session: its conversations go on from the tokens that were sampled, and all its requests have the same
+temperature. Other requests are answered and nothing is kept of them. To train on sessions, use rollouts.open_gateway in a program, or
+`python -m integration.train --agent.command`.
 
   MODEL                  a model directory, run, checkpoint or adapter, a name on the hub (ORG/NAME), or addresses of vLLM or
                          SGLang servers joined by commas (default: the small built-in model with random weights)
-  --model.path MODEL     the same
+  --model.path MODEL     the same as MODEL
   --model.device DEVICE  cpu, cuda, cuda:N, mps or auto (default: auto)
-  --tokenizer DIR        tokenizer of a served model (default: the directory that the server says it serves)
-  --host ADDRESS         address to listen on; another one than loopback needs --token-variable (default: 127.0.0.1)
-  --port N               port (default: 0, any free one)
-  --token-variable NAME  environment variable with the API key that requests must show (default: none)
-  --chat yes|no          whether messages go through the chat template (default: yes if there is one)
-  --max-tokens N         tokens of an answer where a request says nothing (default: 256)
-  --max-in-flight N      completions at a time; further requests wait (default: 1024)
-  --timeout-s SECONDS    time for a request, waiting included; 0 = no limit (default: 600)
+  --tokenizer DIR        tokenizer of a model on a server (default: that of the directory that the server names)
+  --host ADDRESS         address to listen on; others than loopback need --token-variable (default: 127.0.0.1)
+  --port N               port to listen on; 0 = any free one (default: 0)
+  --token-variable NAME  environment variable with the API key that requests must have (default: none, all requests are answered)
+  --chat yes|no          whether messages go through the chat template (default: yes if the tokenizer has one)
+  --max-tokens N         maximum tokens of an answer, for requests that set none (default: 256)
+  --max-in-flight N      completions in progress at a time; further requests wait (default: 1024)
+  --timeout-s SECONDS    maximum time of a request, with its wait; 0 = no limit (default: 600)
   --idle-s SECONDS       time without a request after which a session is forgotten; 0 = never (default: 3600)
   --cassette FILE        recorded sessions: a request that is in the recording of its session is answered from there, others by MODEL;
                          without MODEL there is no engine, and the first difference is an error that shows it (default: none)
   --record FILE          new file to record sessions into, those of --cassette included (default: none)
-  --seed N               seed of sampling where a request has none, and of the built-in model (default: 0)
-  --help                 this help
+  --seed N               seed of sampling for requests without one, and of the built-in model (default: 0)
+  --help                 print this help
 
-example:
-  OPENAI_BASE_URL=http://127.0.0.1:8000/sessions/mine/v1 OPENAI_API_KEY=any python my_agent.py   # beside
-  {PROGRAM} DIR --port 8000"""
+example, in two terminals:
+  {PROGRAM} DIR --port 8000
+  OPENAI_BASE_URL=http://127.0.0.1:8000/sessions/mine/v1 OPENAI_API_KEY=any python my_agent.py"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,11 @@ class _Arguments:
 
 def parse(argv: Sequence[str]) -> _Arguments:
     """Return the arguments. Raises ConfigError; SystemExit for the help and for unknown options."""
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & set(argv):
         with ignore_closed_stdout():
             print(name_as_started(HELP))
         raise SystemExit(0)
-    parser = argparse.ArgumentParser(prog=name_as_started(PROGRAM), add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("model", nargs="?")
     parser.add_argument("--model.path", dest="path")
     parser.add_argument("--model.device", dest="device", default="auto")
@@ -85,7 +88,12 @@ def parse(argv: Sequence[str]) -> _Arguments:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--idle-s", type=float, default=3600.0)
-    given = parser.parse_args(list(argv))
+    try:
+        given, others = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}; {name_as_started(PROGRAM)} --help describes the options") from error
+    if others:
+        _refuse(others)
     if given.model is not None and given.path is not None:
         raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
     token = None
@@ -114,6 +122,16 @@ def parse(argv: Sequence[str]) -> _Arguments:
         max_tokens=given.max_tokens,
         seed=given.seed,
     )
+
+
+def _refuse(others: Sequence[str]) -> NoReturn:
+    """Raise for arguments that nothing reads: SystemExit for options, with those of a similar name on stderr, ConfigError for texts."""
+    flags = [argument.partition("=")[0] for argument in others if argument.startswith("--")]
+    if not flags:
+        raise ConfigError(f"{others[0]!r} stands behind the model: give one model, servers joined by commas, and options by their names")
+    known = re.findall(r"^  (--[\w.-]+)", HELP, flags=re.MULTILINE)
+    sys.stderr.write(f"{describe_unknown(flags, known)}\n  {name_as_started(PROGRAM)} --help lists the options\n")
+    raise SystemExit(2)
 
 
 @asynccontextmanager

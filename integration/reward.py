@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import trio
 import tyro
 
 from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import EXIT_FAILURE, run_command
-from integration.settings.help_text import name_as_started
+from integration.settings.command_line import parse_flags
 from rollouts.errors import ConfigError, DataError, make_safe, redact
 
 PROGRAM = "python -m integration.reward"
@@ -35,18 +35,18 @@ _HEAVY_MS = 1000.0  # time of a group from which on the end says what it costs a
 class Arguments:
     """Try a reward function on rows of data: scores, reasons, and the time that it takes."""
 
-    function: tyro.conf.Positional[str]
-    """reward function as for --reward.function: FILE.py:NAME, or several with weights: 'FILE.py:NAME*0.8,FILE.py:OTHER*0.2'"""
-    data: str
+    function: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:NAME")]
+    """reward function, as for --reward.function of a run; several with weights: 'FILE.py:NAME*0.8,FILE.py:OTHER*0.2'"""
+    data: Annotated[str, tyro.conf.arg(metavar="FILE")]
     """rows in any format of prompts: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME"""
     rows: int = 8
-    """number of rows to try, the first ones"""
-    completions: str | None = None
-    """JSONL file with answers, a line for each row in order: {"completion": TEXT} or {"completions": [TEXT, ...]}; None = right answers"""
-    columns: tuple[str, ...] = ()
-    """columns to read under another name: prompt=question,answer=label"""
+    """number of rows to try, from the first on"""
+    completions: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSONL file, a line per row: {"completion": TEXT} or {"completions": [TEXT, ...]}; None = ground truths of the row and the next"""
+    columns: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NEW=COLUMN,...", help_behavior_hint="(default: none)")] = ()
+    """columns to read under another name, as in prompt=question,answer=label"""
     timeout_s: float = 30.0
-    """seconds to wait for a reward"""
+    """seconds that a call of the function may take; longer, and its answers have no reward"""
     json: bool = False
     """print one JSON object for each answer instead of the table"""
 
@@ -214,9 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def parse() -> Arguments:
         check_others(given)
-        with ignore_closed_stdout():
-            return tyro.cli(Arguments, prog=name_as_started(PROGRAM), args=given)
-        raise SystemExit(0)  # the reader of the help closed stdout
+        return parse_flags(given, Arguments, PROGRAM)
 
     return run_command(parse, run, _goes_online, name_own)
 

@@ -28,24 +28,25 @@ usage: python -m integration.train_reward_model [OPTIONS] [--section.field VALUE
 
 Train a reward model on pairs of answers; `python -m integration.train --reward.model DIR` then takes its scores as rewards.
 
-  --data.path FILE              pairs: rows with chosen and rejected, or with labelled answers (default: pairs made from --task)
+  --data.path FILE              rows with chosen and rejected, or with labelled answers (default: pairs generated from --task)
   --data.eval-path FILE         held-out pairs (default: a tenth of --data.path, at most --data.num-heldout)
   --data.columns NEW=COLUMN     columns to read under another name: chosen=better,rejected=worse
-  --data.skip-bad-rows          skip and count unreadable rows
-  --task sort|sort-long         built-in task to make pairs from (default: sort)
+  --data.skip-bad-rows          skip and count unreadable rows (default: end the run)
+  --task sort|sort-long         built-in task to generate pairs from (default: sort)
   --model.path DIR|ORG/NAME     a language model, or a reward model to train further (default: a small built-in model)
   --training.num-steps N        optimizer steps (default: 400)
-  --training.batch-size N       pairs of an optimizer step (default: 64)
+  --training.batch-size N       pairs per optimizer step (default: 64)
   --training.optimizer.lr X     peak learning rate (default: 0.002, for the built-in model; 1e-5 is usual for a pretrained one)
-  --training.best METRIC        keep the best checkpoint by eval_accuracy, eval_loss or eval_margin, as the result
+  --training.best METRIC        eval_accuracy, eval_loss or eval_margin: its best checkpoint is kept and becomes the result (default:
+                                the last weights)
   --config FILE                 settings from a .toml, .json or .py file; flags override them
   --output-dir DIR              directory of the run (default: a new runs/<time>-reward-model)
-  --resume                      go on with the interrupted run in --output-dir; --accept-changed-data, also with other rows than it had
+  --resume                      go on with the interrupted run in --output-dir; with --accept-changed-data also if its rows have changed
   --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
   --seed N                      seed of weights, pairs and their order (default: 0)
-  --num-threads N               CPU threads of torch
-  --quiet                       only the summary
-  --grace-s S                   after Ctrl-C: an evaluation has S/2 seconds to end, an update S seconds (default: 30)
+  --num-threads N               CPU threads of torch (default: torch's)
+  --quiet                       print only the summary
+  --grace-s S                   seconds after Ctrl-C: an evaluation may take half of them to end, an update all (default: 30)
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:
 {sections}
@@ -70,8 +71,7 @@ class _Arguments:
     quiet: bool = False
     """print only the summary"""
     grace_s: float | None = 30.0
-    """seconds from the first Ctrl-C or SIGTERM to the end of the run, without those in which a checkpoint is written; an evaluation is
-    given up after half of them, with its step saved, an update after all of them; None = wait for the end of the step"""
+    """seconds from Ctrl-C to the end, besides the writing of checkpoints; evaluations may take half; None = the step's end is awaited"""
     config_file: Annotated[str | None, tyro.conf.arg(name="config")] = None
     """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 

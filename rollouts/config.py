@@ -144,15 +144,15 @@ class BadNumbers:
     loss: OnBadUpdate = "skip"  # a loss that is NaN or infinite
     gradient: OnBadUpdate = "skip"  # a gradient whose norm is NaN or infinite
     max_skipped: int = 10  # updates left out in a row after which the run ends; steps of RL left out for their rows count by themselves
-    gradient_spike: OnBadMeasure = "ignore"  # a norm above spike_factor times its running mean, after 10 updates
+    gradient_spike: OnBadMeasure = "ignore"  # a norm of the gradient above spike_factor times its running mean, after 10 updates
     spike_factor: float = 10.0  # multiple of the running mean of the norms of applied updates (weight 0.1 for each new one)
     ratio: OnBadMeasure = "ignore"  # an importance ratio of a trained token above ratio_limit
     ratio_limit: float = 1000.0  # largest importance ratio, of the log-probs of the update to those it is anchored to
-    log_prob: OnBadRow = "ignore"  # RL: a log-prob known before the update that is not finite, of engine,
-    # policy or reference, at a trained token; ignore = it makes the loss or the gradient bad
-    empty_answer: OnBadRow = "ignore"  # RL: an answer of at most one trained token; if dropped, its reward
-    # still counts in its group
-    all_masked: OnBadUpdate = "skip"  # RL: a batch of which masks left no trained token; rows without any are always an error
+    # RL: a log-prob of engine, policy or reference that is not finite at a trained token, known before the update; ignore = it makes the
+    # loss or the gradient bad
+    log_prob: OnBadRow = "ignore"
+    empty_answer: OnBadRow = "ignore"  # RL: an answer of at most one trained token; if dropped, its reward still counts in its group
+    all_masked: OnBadUpdate = "skip"  # RL: a batch in which masks left no trained token; rows without any are always an error
 
     def __post_init__(self) -> None:
         for names, choices in _BAD_POLICIES.items():

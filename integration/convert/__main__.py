@@ -27,23 +27,23 @@ PROGRAM = "python -m integration.convert"
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Convert a trained model to a plain Hugging Face directory: language models, critics and reward models, adapters merged.
+    """Convert a trained model to a plain Hugging Face directory, with adapters merged into its weights.
 
-    A plain directory needs no way back: `rollouts train --model.path DIR` takes it as it is.
+    Language models, critics and reward models are converted alike. `rollouts train --model.path` takes the result as it is.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|CHECKPOINT|MODEL")]
-    """run (its best checkpoint, if it kept one, or its newest), checkpoint step_NNNN, model directory, or directory of adapters of peft"""
+    """run (its best checkpoint, if it kept one, else its newest), checkpoint step_NNNN, model directory, or directory of peft's adapters"""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """new directory"""
+    """directory to write; it must be new or empty"""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """dtype of the weights; None = as they are"""
     max_file_gib: float | None = None
-    """largest file of weights, in GiB; None = one file"""
+    """maximum size of a file of weights, in GiB; None = one file, whatever its size"""
     base: str | None = None
-    """directory of the model below adapters; None = the one that adapter_config.json names"""
+    """directory of the model that the adapters were trained on; None = the one that adapter_config.json names"""
     tokenizer: str | None = None
-    """model directory whose tokenizer is taken; None = that of the source"""
+    """model directory to copy the tokenizer from; None = the source"""
     push_to_hub: str | None = None
     """name on the Hugging Face hub, ORG/NAME, to publish the result under; a new model there is private; None = not published"""
 

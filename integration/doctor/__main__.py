@@ -29,14 +29,14 @@ from rollouts.errors import ConfigError, make_safe, redact
 HELP = """usage: python -m integration.doctor [options of python -m integration.train] [--rows N] [--resume-timeout-s S] [--json]
 
 Examine a run before it starts, with the options that it will have: tokenizer, chat template, loss masks, end of answers,
-reward, log-probs of trainer, engine and transformers, weight sync, splits, resuming, memory and speed. Nothing is written
-but temporary files.
+reward, log-probs of trainer, engine and transformers, weight sync, splits, resuming, memory and speed. Only temporary files
+are written.
 
-  --rows N               rows of data and prompts to try (default 8)
-  --resume-timeout-s S   seconds for each of three short runs that show that a killed run goes on with the same numbers; 0 leaves it out
-                         (default 300)
+  --rows N               rows of data and prompts to try (default: 8)
+  --resume-timeout-s S   maximum seconds of each of three short runs, which show that a killed run goes on with the same numbers;
+                         0 = leave this check out (default: 300)
   --json                 print the findings as JSON instead of a table
-  --help                 this help; `python -m integration.train --help` has the options of a run, --help-all all of them
+  --help                 print this help; `python -m integration.train --help` has the options of a run, --help-all all of them
 
 exit status: 0 = no check failed, 1 = a check failed or could not be made, 2 = the options cannot be used"""
 

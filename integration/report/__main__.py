@@ -31,16 +31,16 @@ PROGRAM = "python -m integration.report"
 class Arguments:
     """Write a report of runs: curves, rollouts with their tokens, settings and warnings, in one HTML file that needs no network."""
 
-    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """directories of runs; several are compared"""
+    paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)")]
+    """directories of runs; several are compared, and the report stands in the first"""
     output: Path | None = None
     """HTML file to write; None = report.html in the directory of the first run"""
     max_tokens: int = 1_000_000
-    """maximum number of tokens of the rollouts in the file, some 10 bytes each; 0 = all. Of more, whole groups of each step are chosen"""
+    """maximum number of tokens of rollouts in the file, about 10 bytes each; of more, whole groups of each step are chosen; 0 = all"""
     serve: bool = False
-    """answer on the loopback interface and follow the runs, instead of writing a file"""
+    """serve the report on 127.0.0.1 and keep it up to date while the runs go on, until Ctrl-C; no file is written"""
     port: int = 0
-    """port of --serve; 0 = any free one"""
+    """port of the server with --serve; 0 = any free one"""
 
 
 def report(arguments: Arguments) -> str:

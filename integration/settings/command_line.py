@@ -107,9 +107,7 @@ class _Arguments:
     log_level: str = DEFAULT_LEVEL
     """level of messages on stderr: debug, info, warning or error, for modules NAME=LEVEL: warning,rollouts.training.rollout_batch=debug"""
     grace_s: float | None = 30.0
-    """seconds from the first Ctrl-C or SIGTERM to the end of the run, without those in which a checkpoint is written; a wait for rollouts
-    or an evaluation is given up after half of them, with the last finished step saved, an update after all of them, which loses the steps
-    since the newest checkpoint; None = wait for the end of the step"""
+    """seconds from Ctrl-C to the end, besides the writing of checkpoints; rollouts may take half; None = the step's end is awaited"""
     stall_s: float | None = None
     """seconds without the end of a step after which all tasks and the stacks of all threads are printed on stderr; None = never"""
     push_to_hub: str | None = None
@@ -261,14 +259,16 @@ def _find_default(argv: Sequence[str]) -> Config:
 def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
     """Return the dataclass `default` changed by flags, or one of a class whose fields flags fill in.
 
-    Like tyro.cli, except that a ConfigError of our own checks is raised as it is: tyro would print it wrapped, in a frame.
+    Like tyro.cli, except that a ConfigError of our own checks is raised as it is (tyro would print it wrapped, in a frame), and that
+    --help-all is --help, which lists everything.
     """
     printed, program = io.StringIO(), name_as_started(program)
+    argv = ["--help" if argument == "--help-all" else argument for argument in argv]
     try:
         with contextlib.redirect_stderr(printed), ignore_closed_stdout():
             if isinstance(default, type):
-                return tyro.cli(default, prog=program, args=list(argv))
-            return tyro.cli(type(default), prog=program, args=list(argv), default=default)
+                return tyro.cli(default, prog=program, args=argv)
+            return tyro.cli(type(default), prog=program, args=argv, default=default)
         raise SystemExit(0)  # the reader of the help closed stdout
     except SystemExit as stop:
         cause: BaseException | None = stop

@@ -101,15 +101,15 @@ class EnvironmentSection:
 class AgentSection:
     """A program of yours that plays the rollouts of RL and evaluation through a gateway. generation.max_tokens limits each answer."""
 
-    command: str | None = None  # program and arguments, such as 'python my_agent.py', run once for each sample; None = no program
-    function: str | None = None  # file.py:name or module:name of a function of an AgentTask, plain or async, not a command; None = none
-    max_answers: int | None = None  # maximum answers of the model in a run; None = no limit
-    max_tokens: int | None = None  # maximum sampled tokens of a run, checked before each request; None = no limit
-    timeout_s: float | None = 600.0  # seconds until a run is stopped; None = no limit
-    max_programs: int = 64  # runs at the same time
-    on_error: OnEpisodeError = "raise"  # a run that fails: raise = end training; retry the run; drop its group
-    max_retries: int = 2  # further attempts of a run, with on_error retry
-    failed_reward: float | None = None  # reward of a run that fails after an answer, with a reward function, too; None = on_error decides
+    command: str | None = None  # program with its arguments, such as 'python my_agent.py', started once for each sample; None = no program
+    function: str | None = None  # function of an AgentTask, plain or async, in place of a program: file.py:name or module:name; None = none
+    max_answers: int | None = None  # maximum number of answers of the model to a program; None = no limit
+    max_tokens: int | None = None  # maximum number of tokens sampled for a program, checked before each request; None = no limit
+    timeout_s: float | None = 600.0  # seconds until a program is stopped; None = no limit
+    max_programs: int = 64  # maximum number of programs that run at the same time
+    on_error: OnEpisodeError = "raise"  # after a program failed: raise = end training; retry = start it again; drop = leave its group out
+    max_retries: int = 2  # further attempts of a program that failed, with on_error retry
+    failed_reward: float | None = None  # reward of a program that failed after an answer, whatever judges others; None = on_error decides
     chat: bool | None = None  # apply the chat template; None = only with a model of your own that has one
 
     def __post_init__(self) -> None:

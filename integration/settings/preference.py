@@ -25,22 +25,23 @@ class PreferenceSection:
 
     # loss: dpo, cdpo (label smoothing), robust, ipo, slic (hinge), kto (good and bad answers one by one), orpo or simpo (no reference)
     loss: PreferenceLoss = "dpo"
-    beta: float | None = None  # strength of the pull to the reference; weight of the odds ratio of orpo; None = 0.1, and 2.0 of simpo
-    label_smoothing: float = 0.1  # share of pairs expected to be the wrong way round, of cdpo and robust; at least 0, less than 0.5
-    gamma: float = 1.0  # margin of the rewards, of simpo
-    nll_coef: float = 0.0  # weight of the negative log-likelihood of chosen answers, per token, of dpo and slic; 0 = none
-    desirable_weight: float = 1.0  # weight of good answers, of kto
-    undesirable_weight: float = 1.0  # weight of bad answers, of kto
+    beta: float | None = None  # strength of the pull to the reference; orpo: weight of the odds ratio; None = 0.1, and 2.0 with simpo
+    label_smoothing: float = 0.1  # cdpo and robust: share of pairs expected to be the wrong way round; at least 0, less than 0.5
+    gamma: float = 1.0  # simpo: margin of the rewards
+    nll_coef: float = 0.0  # dpo and slic: weight of the negative log-likelihood of chosen answers, per token; 0 = none
+    desirable_weight: float = 1.0  # kto: weight of good answers
+    undesirable_weight: float = 1.0  # kto: weight of bad answers
     # reference log-probs: model = computed at each step by the model that stays in memory; precomputed = once, before the first step, and
     # kept in the run directory
     reference: Literal["model", "precomputed"] = "model"
     path: str | None = None  # pairs: a JSONL, JSON, CSV or Parquet file, a folder, or hf://ORG/NAME; None = data.path, or generated pairs
-    # held-out pairs, as path; None = data.eval_path in mode dpo, and without it pairs of path, chosen by a hash of their prompts
+    # rows of held-out pairs, in the formats of preference.path; None = data.eval_path in mode dpo, and without it pairs of preference.path,
+    # chosen by their prompts
     eval_path: str | None = None
-    num_heldout: int = 256  # maximum held-out pairs, and without a file of them at most a tenth of all pairs
+    num_heldout: int = 256  # maximum number of held-out pairs; without a file of them at most a tenth of all pairs
     num_pairs: int = 12800  # training pairs generated from a built-in task
     num_steps: int = 100  # optimizer steps
-    batch_size: int = 64  # pairs per optimizer step; answers with kto
+    batch_size: int = 64  # pairs per optimizer step; kto: answers
     log_every: int = 1  # steps between two log entries
     eval_every: int = 25  # steps between two evaluations; 0 = only at the end
     checkpoint_every: int = 50  # steps between two checkpoints; 0 = only at the end

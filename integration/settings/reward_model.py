@@ -27,10 +27,11 @@ MEASURED = ("eval_accuracy", "eval_loss", "eval_margin", "eval_score_chosen", "e
 class PairSection:
     """Preference pairs: the user's, or generated from a built-in task."""
 
-    path: str | None = None  # rows with chosen and rejected, or labelled answers: a file, a folder or hf://ORG/NAME; None = generated pairs
+    # rows with chosen and rejected, or with labelled answers: a file, a folder or hf://ORG/NAME; None = pairs generated from the task
+    path: str | None = None
     columns: tuple[str, ...] = ()  # columns to read under another name, such as chosen=better,rejected=worse; () = the rows' own names
-    eval_path: str | None = None  # held-out pairs, as path; None = pairs of path, chosen by a hash of their prompts
-    num_heldout: int = 512  # held-out pairs; at most a tenth of path
+    eval_path: str | None = None  # rows of held-out pairs, in the formats of data.path; None = pairs of data.path, chosen by their prompts
+    num_heldout: int = 512  # maximum number of held-out pairs; of data.path at most a tenth
     num_pairs: int = 25600  # training pairs generated from a built-in task
     pairs_per_problem: int = 2  # pairs per problem of a built-in task, each with another wrong answer
     max_length: int | None = None  # maximum tokens of a prompt with its answer; None = no limit
@@ -46,7 +47,7 @@ class PairSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PairTrainingSection:
-    """Training of the reward model."""
+    """Schedule and optimizer of the training."""
 
     num_steps: int = 400  # optimizer steps
     batch_size: int = 64  # pairs per optimizer step
@@ -54,10 +55,10 @@ class PairTrainingSection:
     log_every: int = 1  # steps between two log entries
     checkpoint_every: int = 100  # steps between two checkpoints; 0 = only at the end
     keep_last_n: int = 2  # checkpoints to keep; older ones are deleted
-    # metric of evaluations whose best checkpoint is kept besides these, and becomes the result: eval_accuracy, eval_loss or eval_margin;
-    # None = the last weights are the result
+    # metric of evaluations, eval_accuracy, eval_loss or eval_margin: the checkpoint of its best value is kept besides the newest ones and
+    # becomes the result; None = the last weights are the result
     best: str | None = None
-    patience: int = 0  # evaluations without a better one after which training ends early; 0 = never; needs `best`
+    patience: int = 0  # evaluations in a row without a better one after which training ends early; 0 = never; needs training.best
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     optimizer: OptimizerConfig = field(
         default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)

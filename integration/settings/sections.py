@@ -28,7 +28,7 @@ ENGINE_KINDS = ("inprocess", "vllm", "sglang")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The policy model: a Hugging Face directory, or the small built-in model with random weights."""
+    """The model to train or evaluate: a Hugging Face directory, or the small built-in model with random weights."""
 
     # Hugging Face model directory, or the name of a model on the hub, ORG/NAME, such as Qwen/Qwen3-0.6B; None = the built-in model
     path: str | None = None
@@ -635,8 +635,8 @@ class TrajectorySection:
 
     groups: int = 4  # write this many whole groups of each step, spread evenly over it; 0 = none
     every: int | None = None  # write every n-th sample instead of whole groups: 1 = all, 0 = none; None = whole groups
-    condition: str | None = None  # module:function or file.py:function, Sample -> bool; writes only samples for which it is true, or groups
-    # that have such a sample
+    # module:function or file.py:function, Sample -> bool: only samples for which it is true are written, or groups that have such a sample
+    condition: str | None = None
     steps: bool = False  # include the steps of episodes: observation, action, reward, return, advantage and its parts
 
     def __post_init__(self) -> None:

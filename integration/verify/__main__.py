@@ -20,12 +20,13 @@ from rollouts.errors import ConfigError, RolloutsError, make_safe, redact
 PROGRAM = "python -m integration.verify"
 HELP = f"""usage: {PROGRAM} RUN [--json]
 
-Check the directory of a run, also of one that was killed or goes on, and change nothing in it: settings, lines of metrics and of the
-ledger, trajectories, every checkpoint with its checksums and tensors, leftovers of kills, and the step from which --resume would go on.
+Check the directory of a run and change nothing in it; the run may have ended, been killed, or still go on. Checked are the settings,
+the lines of metrics and of the ledger, the trajectories, every checkpoint with its checksums and tensors, files that a kill left behind,
+and the step from which --resume would go on.
 
   RUN       directory of a run, the --output-dir of python -m integration.train
   --json    print the findings as JSON instead of a table
-  --help    this help
+  --help    print this help
 
 exit status: 0 = no check failed, 1 = a check failed, 2 = the path is no run, or the options cannot be used"""
 
@@ -45,7 +46,7 @@ def parse(argv: Sequence[str]) -> tuple[Path, bool]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in given or "-h" in given:
+    if {"--help", "-h", "--help-all"} & set(given):
         with ignore_closed_stdout():
             print(name_as_started(HELP))
         raise SystemExit(0)

@@ -21,15 +21,17 @@ def _one(metavar: str | None = None) -> Any:
 class Arguments:
     """Show the rollouts of a run: prompts, responses, and the training data of each token.
 
-    Colours show an advantage, a log-prob (when sampled, trainer, reference), a ratio
-    (before the update, in it), a loss weight, the reason why the update clipped a token or
-    left it out, or a mask; a pipe gets none.
+    Colours of tokens (--color); text for a pipe has none:
+    - auto: advantage where it is recorded, else log-prob, else mask; none: no colours
+    - log-prob, trainer, reference: log-probs when sampled, by the trainer, by the reference
+    - ratio, update-ratio: of trainer to sampling, before the update, and in the update
+    - weight: in the loss; reason: why the update clipped or left out; mask: trained or not
     """
 
     path: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN|FILE", help_behavior_hint="")]
-    """directory of a run, or a file of rollouts or of steps"""
+    """directory of a run, or a file of rollouts"""
     step: Annotated[int | None, _one("N")] = None
-    """training step of a run; default: the newest"""
+    """show this training step of the run; default: the newest"""
     group: Annotated[int | None, _one("N")] = None
     """show only this group, the samples of one prompt"""
     sample: Annotated[int | None, _one("N")] = None
@@ -39,18 +41,18 @@ class Arguments:
     max_reward: Annotated[float | None, _one("X")] = None
     """show only samples with at most this reward"""
     search: Annotated[str | None, _one("TEXT")] = None
-    """show only samples with this text, in any case"""
+    """show only samples with this text; capitals do not matter"""
     limit: Annotated[int, _one("N")] = 10
-    """maximum number of samples; 0 = all; default: 10"""
+    """show at most this many samples; 0 = all; default: 10"""
     side_by_side: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """the answers of a group in columns"""
+    """show the answers of a group in columns beside each other"""
     color: Annotated[ColorBy, _one("NAME")] = "auto"
-    """quantity shown as colour, see above; default: auto"""
+    """quantity shown as colour, listed above; default: auto"""
     tokens: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """a table of each sample's tokens with all numbers"""
+    """show a table of each sample's tokens with all numbers"""
     list: Annotated[bool, tyro.conf.FlagCreatePairsOff, _one()] = False
-    """only one line per step of a run"""
+    """list the steps of a run, one line each, and no samples"""
     tokenizer: Annotated[Path | None, _one("DIR")] = None
-    """model that decodes tokens; default: the run's"""
+    """model directory to decode tokens with; default: the run's"""
     svg: Annotated[Path | None, _one("FILE")] = None
-    """write a picture instead of text"""
+    """write a picture to this SVG file instead of text"""

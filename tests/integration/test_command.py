@@ -37,12 +37,28 @@ def test_an_unknown_program_is_an_error_with_a_suggestion(capsys: pytest.Capture
     assert "unknown command 'trian': did you mean 'train'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--help", "--help-all"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_program_answers(name: str, capsys: pytest.CaptureFixture[str]):
+def test_each_program_answers(name: str, flag: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
-        main([name, "--help"])
+        main([name, flag])
     assert end.value.code == 0
     assert "usage: " in capsys.readouterr().out
+
+
+def test_the_help_lists_what_a_positional_argument_takes(capsys: pytest.CaptureFixture[str]):
+    for name, shown in {"reward": "FILE.py:NAME", "report": "RUN [RUN ...]", "view": "RUN|FILE", "convert": "TARGET"}.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        out = capsys.readouterr().out
+        assert out.partition("\n")[0].endswith(shown) and "(default: )" not in out, out
+
+
+def test_a_misspelt_option_of_the_gateway_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["gateway", "--prt", "3"])
+    assert end.value.code == 2
+    assert "--prt: Perhaps you meant: --port\n" in capsys.readouterr().err
 
 
 NAMED = [name for name in PROGRAMS if name != "completion"]
@@ -173,6 +189,9 @@ def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: 
         (["convert", "here", "there", "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0, or None"),
         (["report", "here", "--max-tokens", "-1"], "--max-tokens is -1, expected at least 1, or 0 for all"),
         (["view", "here", "--limit", "-1"], "--limit is -1, expected at least 1, or 0 for all"),
+        (["gateway", "--port", "x"], "--port: invalid int value: 'x'; "),
+        (["gateway", "--chat", "maybe"], "--chat: invalid choice: 'maybe'"),
+        (["gateway", "one", "two"], "'two' stands behind the model: give one model"),
         (["doctor", "--rl.num-steps", "0"], "--rl.num-steps is 0, expected a whole number, at least 1"),
     ],
 )

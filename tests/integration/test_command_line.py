@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 from dataclasses import is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import pytest
 from forked import run
@@ -19,6 +20,7 @@ from integration.settings.option_effects import COMMAND_OPTIONS, list_options, s
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import ModelSection, RLSection, SFTSection
 from integration.settings.task_defaults import create_default_config
+from integration.simulate.settings import Simulation
 from integration.train import main
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import save_config
@@ -295,6 +297,22 @@ def test_help_of_an_unknown_section_suggests_one():
 def test_help_all_explains_each_setting(capsys: pytest.CaptureFixture[str]):
     printed = read_help(capsys, "--help-all")
     assert "--rl.num-steps" in printed and "resume the interrupted run" in printed and "rollout batches" in printed
+
+
+def list_sections(kind: type) -> set[type]:
+    """Return a dataclass of settings and those inside it."""
+    inner = {one for hint in get_type_hints(kind).values() for one in (hint, *get_args(hint)) if is_dataclass(one)}
+    return {kind}.union(*(list_sections(cast("type", one)) for one in inner))
+
+
+@pytest.mark.parametrize("kind", [Config, RewardModelConfig, Simulation], ids=lambda kind: kind.__name__)
+def test_no_text_of_a_setting_is_cut(kind: type):
+    """The text of a setting stands behind it or above it: of a text behind it the lines below would be lost."""
+    setting = re.compile(r"    \w+: .* # ")
+    for section in list_sections(kind):
+        lines = inspect.getsource(section).partition("    def ")[0].splitlines()
+        for first, below, next_one in zip(lines, lines[1:], lines[2:], strict=False):
+            assert not (setting.match(first) and below.startswith("    # ") and setting.match(next_one)), f"{section.__name__}: {first}"
 
 
 UNREAD = """
