@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import trio
 
@@ -128,6 +128,36 @@ async def finish(awaitable: Awaitable[T], timeout_s: float, alarm: interrupt_blo
         if own is not None:
             own.stop()
     return result
+
+
+class ThreadResults(Generic[T]):
+    """Results of calls in a thread that may go on after its caller has left: those that come later are thrown away."""
+
+    def __init__(self, throw_away: Callable[[T], object]) -> None:
+        self._throw_away = throw_away
+        self._results: list[T] = []
+        self._is_taken = False
+        self._lock = threading.Lock()
+
+    def add(self, result: T) -> bool:
+        """Keep a result, in the thread. Returns False if the caller has left, so that no more calls are of use."""
+        with self._lock:
+            if not self._is_taken:
+                self._results.append(result)
+                return True
+        self._throw_away(result)
+        return False
+
+    def take(self) -> list[T]:
+        """Return the results so far; later ones are thrown away."""
+        with self._lock:
+            self._is_taken = True
+            return self._results
+
+    def drop(self) -> None:
+        """Throw all results away, those so far and later ones."""
+        for result in self.take():
+            self._throw_away(result)
 
 
 def _first_leaf(error: BaseException) -> BaseException:

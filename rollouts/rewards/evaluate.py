@@ -24,9 +24,9 @@ from rollouts.config import RewardConfig
 from rollouts.data.samples import describe_sample, forget_turn_rewards
 from rollouts.errors import ConfigError, RewardError, RolloutsError, is_own_code, locate_error, redact
 from rollouts.outcomes import RewardDetails
-from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, is_whole, name_reward, parse_result
+from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, is_whole, name_reward, parse_result, throw_away
 from rollouts.types import Group, Sample, Status
-from rollouts.user_code import CodeBlocked, finish, interrupt_blocking, is_passed_on
+from rollouts.user_code import CodeBlocked, ThreadResults, finish, interrupt_blocking, is_passed_on
 
 T = TypeVar("T")
 
@@ -377,7 +377,7 @@ async def _call_until(
         with deadline:
             if outcome is None:
                 attempt = functools.partial(_attempt, function, subject, where)
-                outcome = attempt() if function.is_async else await _run_in_thread(attempt)
+                outcome = attempt() if function.is_async else await _attempt_in_thread(attempt)
             if isinstance(outcome, tuple) and inspect.isawaitable(outcome[0]):
                 is_awaited = True
                 outcome = (await finish(outcome[0], timeout_s, alarm),)
@@ -404,23 +404,43 @@ async def _call_in_turn(function: _Function, samples: Sequence[Sample], config: 
     sample has its deadline, up to QUICK_S.
     """
     begun: list[Sample] = []
-    outcomes: list[Outcome] = []
+    outcomes = ThreadResults(_throw_away)
     quick = min(QUICK_S, _timeout(config) / 10)
 
     def work() -> None:
         started = time.monotonic()
         for sample in samples:
             begun.append(sample)
-            outcomes.append(_attempt(function, sample, describe_sample(sample)))
-            if time.monotonic() - started > quick:
+            if not outcomes.add(_attempt(function, sample, describe_sample(sample))) or time.monotonic() - started > quick:
                 return
 
-    with trio.move_on_after(_timeout(config) + quick) as scope:
-        await _run_in_thread(work)
-    finished = outcomes[:]  # the abandoned thread may add to it at any moment
+    try:
+        with trio.move_on_after(_timeout(config) + quick) as scope:
+            await _run_in_thread(work)
+    except BaseException:
+        outcomes.drop()
+        raise
+    finished = outcomes.take()
     if scope.cancelled_caught and len(begun) > len(finished):
         finished.append(_create_timeout_error(function.name, describe_sample(begun[len(finished)]), config))
     return finished
+
+
+async def _attempt_in_thread(attempt: Callable[[], Outcome]) -> Outcome:
+    """Return the outcome of a call in a thread; one that comes when the deadline has passed is thrown away."""
+    outcomes = ThreadResults(_throw_away)
+    try:
+        await _run_in_thread(lambda: outcomes.add(attempt()))
+    except BaseException:
+        outcomes.drop()
+        raise
+    (outcome,) = outcomes.take()
+    return outcome
+
+
+def _throw_away(outcome: Outcome) -> None:
+    if isinstance(outcome, tuple):
+        throw_away(outcome[0])
 
 
 async def _run_in_thread(function: Callable[[], T]) -> T:

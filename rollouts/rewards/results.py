@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, SupportsFloat, cast
@@ -207,13 +207,26 @@ def is_whole(text: str) -> bool:
 
 def then(value: Any, finish: Callable[[Any], Any]) -> Any:
     """Return finish(value); for an awaitable, an awaitable of that."""
-    if not inspect.isawaitable(value):
-        return finish(value)
+    return _Finished(value, finish) if inspect.isawaitable(value) else finish(value)
 
-    async def wait() -> Any:
-        return finish(await value)
 
-    return wait()
+@dataclass(frozen=True)
+class _Finished:
+    """An awaitable of finish(await value). It is no coroutine, which, thrown away before its start, would leave `value` as it is."""
+
+    value: Awaitable[Any]
+    finish: Callable[[Any], Any]
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self.finish((yield from self.value.__await__()))
+
+
+def throw_away(value: object) -> None:
+    """Close a result of a reward function that nobody will await: Python warns of a coroutine that never began."""
+    while isinstance(value, _Finished):
+        value = value.value
+    if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
+        value.close()
 
 
 def _reward_turns(sample: Sample, outputs: Sequence[StepOutput] | None) -> tuple[Turn, ...] | None:

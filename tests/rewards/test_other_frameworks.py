@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,31 @@ async def test_an_async_function_is_awaited():
         return [float(len(completion)) for completion in completions]
 
     assert await score(slow, make_group("a", "bcd")) == [1.0, 3.0]
+
+
+async def _wait(completions, **columns):
+    await trio.sleep(0)
+    return [1.0 for _ in completions]
+
+
+def of_a_group(completions, **columns):
+    """A plain function as those of TRL: it takes too long, and then returns a coroutine."""
+    time.sleep(0.05)
+    return _wait(completions)
+
+
+def of_one_sample(sample: Sample):
+    return of_a_group([sample.response])
+
+
+@pytest.mark.filterwarnings("default:coroutine")
+@pytest.mark.parametrize("function", [of_a_group, of_one_sample])
+async def test_a_coroutine_that_comes_after_the_deadline_is_closed(function: Any, recwarn: pytest.WarningsRecorder):
+    with pytest.raises(RewardError, match=r"did not return within 0\.01 s"):
+        await score(function, make_group("4", "5"), RewardConfig(timeout_s=0.01))
+    await trio.sleep(0.3)  # the threads return
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
 
 
 async def test_none_is_no_judgement_and_never_a_zero():
