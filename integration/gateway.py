@@ -21,6 +21,7 @@ from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
 from integration.settings.help_text import name_as_started
 from integration.settings.other_names import describe_unknown
+from rollouts.config import check_setting
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ def parse(argv: Sequence[str]) -> _Arguments:
         _refuse(others)
     if given.model is not None and given.path is not None:
         raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
+    check_setting(given.max_tokens >= 1, "--max-tokens", given.max_tokens, "a whole number, at least 1")
     token = None
     if given.token_variable is not None:
         token = os.environ.get(given.token_variable)
@@ -137,7 +139,7 @@ def _refuse(others: Sequence[str]) -> NoReturn:
 @asynccontextmanager
 async def open_model(command: _Arguments) -> AsyncGenerator[tuple[Sequence[InferenceEngine], Any]]:
     """Open the engine of the model, or none, with its tokenizer. Raises ConfigError, EngineError."""
-    from integration.eval.subjects import find_subject, fit_config, load_subject_tokenizer, open_subject
+    from integration.eval.subjects import check_tokenizer_option, find_subject, fit_config, load_subject_tokenizer, open_subject
     from integration.parts.engines import create_embedded_engine
     from integration.parts.models import create_model
     from integration.settings.config import Config
@@ -150,6 +152,7 @@ async def open_model(command: _Arguments) -> AsyncGenerator[tuple[Sequence[Infer
         named = command.tokenizer
         yield (), create_char_tokenizer(config.model.vocab_size) if named is None else load_tokenizer(Path(named))
         return
+    check_tokenizer_option(() if command.model is None else (command.model,), command.tokenizer)
     if command.model is None:
         model, tokenizer = create_model(config)
         async with create_embedded_engine(config, model, tokenizer, is_trained=False) as engine:
@@ -196,6 +199,7 @@ def _name_as_typed(message: str) -> str:
     message = message.replace("GatewayConfig.cassette", "--cassette").replace(" (GatewayConfig.record)", "")
     for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight", "record"):
         message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
+    message = re.sub(r"or None for (?=no limit|never)", "or 0 for ", message)
     return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
 
 

@@ -14,7 +14,15 @@ import trio
 
 from integration.eval.problems import Answer, Problem, choose_answer, create_problem_task, find_prompts, parse_problems
 from integration.eval.records import Records, describe_group
-from integration.eval.subjects import Subject, check_subject, find_subject, fit_config, load_subject_tokenizer, open_subject
+from integration.eval.subjects import (
+    Subject,
+    check_subject,
+    check_tokenizer_option,
+    find_subject,
+    fit_config,
+    load_subject_tokenizer,
+    open_subject,
+)
 from integration.eval.summary import choose_ks, compare, summarize
 from integration.parts.rewards import open_task
 from integration.run.evaluation import evaluate_episode_group, sampling_params, template_kwargs
@@ -86,6 +94,7 @@ def create_plan(models: Sequence[str], arguments: Arguments, *, has_task: bool =
     environment = dict(os.environ)
     units: dict[str, tuple[Unit, ...]] = {}
     tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+    check_tokenizer_option(models, arguments.tokenizer)
     for model in models:
         subject = find_subject(model, arguments.config, arguments.tokenizer)
         config = fit_config(arguments.config, subject)

@@ -56,7 +56,7 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
     Raises: ConfigError naming the model as typed.
     """
     try:
-        if model.lower().startswith(("http://", "https://")):
+        if _is_address(model):
             return _find_servers(model, config.engine, tokenizer)
         path = Path(model)
         if not path.exists():
@@ -72,6 +72,19 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
     except ConfigError as error:
         text = str(error)
         raise ConfigError(text if model in text else f"MODEL {model}: {text}") from error
+
+
+def check_tokenizer_option(models: Sequence[str], tokenizer: str | None) -> None:
+    """Raise ConfigError if --tokenizer is given but no model is on a server: a directory has its own tokenizer."""
+    if tokenizer is not None and not any(map(_is_address, models)):
+        raise ConfigError(
+            f"--tokenizer is {tokenizer!r}, but it is for models on servers, and {', '.join(models) or 'the built-in model'} has a "
+            "tokenizer of its own: leave it out"
+        )
+
+
+def _is_address(model: str) -> bool:
+    return model.lower().startswith(("http://", "https://"))
 
 
 def _find_result(run: Path) -> Path:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from integration.dry_run.sizes import read_adapter_sizes, read_sizes
-from integration.parts.model_settings import read_model_config
+from integration.parts.model_settings import check_kind, read_model_config
 from integration.settings.config import Config
 from rollouts.chat.template_checks import describe_template, find_fault, find_turn_end
 from rollouts.data.model_limits import read_config_limits
 from rollouts.engines.weights.checkpoint_check import read_eos_token_ids
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.loading import check_model_directory, is_of_kind, load_tokenizer
+from rollouts.models.loading import check_model_directory, load_tokenizer
 from rollouts.models.weights import base_weights, converts_weights
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def check_model(config: Config, *, weights: bool = True) -> None:
         return
     directory = check_model_directory(path, weights=weights)
     description = read_model_config(config)
-    _check_kind(description, directory)
+    check_kind(description, directory)
     quantization = getattr(description, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else getattr(quantization, "quant_method", None)
@@ -134,20 +134,6 @@ def check_tokenizer_ends(config: Config) -> None:
             f"the tokenizer in {config.model.path} has no end-of-text token, so no answer would end: set eos_token in its "
             "tokenizer_config.json to a token that it has"
         )
-
-
-def _check_kind(description: Any, directory: Path) -> None:
-    kinds = list(getattr(description, "architectures", None) or ())
-    for kind, advice in (
-        ("ForSequenceClassification", "it is a reward model or a classifier: --reward.model takes a reward model"),
-        ("ForTokenClassification", "it is a critic or a tagger: --critic.path takes a critic"),
-        ("ForMaskedLM", "it fills gaps and writes no text"),
-    ):
-        if is_of_kind(description, kind):
-            raise ConfigError(
-                f"{directory} is a {' or '.join(kinds)}, expected a causal language model (its architecture ends with ForCausalLM): "
-                f"{advice}. Give --model.path the directory or name of a language model"
-            )
 
 
 def _check_adapters(config: Config) -> None:

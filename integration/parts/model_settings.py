@@ -22,7 +22,7 @@ from rollouts.config import OptimizerConfig
 from rollouts.config_files import suggest
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
 from rollouts.errors import ConfigError
-from rollouts.models.loading import check_model_directory, explain_remote_code, load_tokenizer
+from rollouts.models.loading import check_model_directory, explain_remote_code, is_of_kind, load_tokenizer
 from rollouts.models.tokens import TokenSpec, describe_tokenizer, explain_token_differences
 
 if TYPE_CHECKING:
@@ -229,8 +229,25 @@ def check_dropout(config: Config, mode: str) -> None:
         )
 
 
+def check_kind(description: Any, directory: Path, option: str = "--model.path") -> None:
+    """Raise ConfigError if a model's configuration is not that of a causal language model. option: the option that named the directory."""
+    kinds = list(getattr(description, "architectures", None) or ())
+    for kind, advice in (
+        ("ForSequenceClassification", "it is a reward model or a classifier: --reward.model takes a reward model"),
+        ("ForTokenClassification", "it is a critic or a tagger: --critic.path takes a critic"),
+        ("ForMaskedLM", "it fills gaps and writes no text"),
+    ):
+        if is_of_kind(description, kind):
+            raise ConfigError(
+                f"{directory} is a {' or '.join(kinds)}, expected a causal language model (its architecture ends with ForCausalLM): "
+                f"{advice}. Give {option} the directory or name of a language model"
+            )
+
+
 def check_companions(config: Config, source: Path | None = None) -> None:
-    """Raise ConfigError if the tokens of the configured reference, critic or teachers differ from the policy's. Loads no weights.
+    """Raise ConfigError if the reference is no language model, or if its tokens, the critic's or the teachers' differ from the policy's.
+
+    Loads no weights.
 
     Args:
         source: the policy's directory if it is not that of config.model.
@@ -241,7 +258,14 @@ def check_companions(config: Config, source: Path | None = None) -> None:
     for name, path in others:
         if path is None:
             continue
-        differences = explain_token_differences(_read_tokens(config, source), _read_tokens(config, Path(path)))
+        try:
+            found = _read_tokens(config, Path(path))
+            description = read_model_config(config, Path(path))
+        except ConfigError as error:
+            raise ConfigError(f"{name} is {path!r}: {error}") from error
+        if name == "reference.path":
+            check_kind(description, Path(path), "--reference.path")
+        differences = explain_token_differences(_read_tokens(config, source), found)
         if differences:
             raise ConfigError(
                 f"{name} is {path}, whose tokens are not the policy's: {'; '.join(differences)}. "

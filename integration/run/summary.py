@@ -169,7 +169,8 @@ def _describe_pairs(pairs: Mapping[str, Any]) -> str:
         return f"{told}; nothing was held out."
     gain = f"{after:.2f}" if before is None else f"from {before:.2f} to {after:.2f}"
     judged = "good and bad answers told apart" if unit == "answers" else "held-out pairs whose chosen answer has the larger implicit reward"
-    return f"{told}; {judged}: {gain}, by {pairs['margin_after']:.2f} on average."
+    margin = pairs["margin_after"]  # unknown if all held-out answers of kto are good, or all bad; text if it is not finite
+    return f"{told}; {judged}: {gain}{'' if margin is None else f', by {float(margin):.2f} on average'}."
 
 
 def _list_losses(summary: Mapping[str, Any]) -> list[str]:

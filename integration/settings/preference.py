@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -58,7 +59,7 @@ class PreferenceSection:
         check_count(self, "eval_every", "checkpoint_every")
         check_not_negative(self, "nll_coef", "desirable_weight", "undesirable_weight", "gamma")
         check_flags(self, "dropout")
-        check_setting(self.beta is None or self.beta > 0, "preference.beta", self.beta, "more than 0")
+        check_setting(self.beta is None or 0 < self.beta < math.inf, "preference.beta", self.beta, "a finite number above 0")
         good = 0 <= self.label_smoothing < 0.5
         check_setting(good, "preference.label_smoothing", self.label_smoothing, "at least 0 and less than 0.5")
         if self.loss == "kto" and self.batch_size < 2:

@@ -8,7 +8,9 @@ async with open_gateway(engine, tokenizer) as gateway:
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -355,7 +357,9 @@ async def serve_sessions(
     try:
         listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=4096)
     except OSError as error:
-        raise ConfigError(f"the gateway cannot listen on {config.host}, port {config.port}: {error}. Choose another port, or 0") from error
+        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        advice = "Give an address of this machine as host, such as 127.0.0.1" if wrong_host else "Choose another port, or 0"
+        raise ConfigError(f"the gateway cannot listen on {config.host}, port {config.port}: {error}. {advice}") from error
     gateway.port = listeners[0].socket.getsockname()[1]
     with raise_single_errors():
         async with trio.open_nursery() as nursery:

@@ -73,6 +73,12 @@ def test_the_command_refuses_other_machines_without_a_token(capsys: pytest.Captu
     assert serve(["--token-variable", "NOT_SET_ANYWHERE"]) == 2
 
 
+def test_an_address_of_another_machine_cannot_be_listened_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GATEWAY_KEY", "some-key")
+    assert serve(["--host", "192.0.2.1", "--token-variable", "GATEWAY_KEY"]) == 2
+    assert "cannot listen on 192.0.2.1, port 0: " in (told := capsys.readouterr().err) and "Give an address of this machine" in told
+
+
 def test_the_command_names_its_options_in_what_is_wrong_with_a_cassette(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     there = tmp_path / "there.jsonl"
     there.write_text("x\n")

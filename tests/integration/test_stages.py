@@ -33,6 +33,7 @@ from rollouts.config import OptimizerConfig
 from rollouts.data.samples import group_samples
 from rollouts.data.trajectories import read_records, read_samples
 from rollouts.errors import ConfigError, GenerationError
+from rollouts.models.heads import create_reward_model
 from rollouts.testing import create_tiny_model
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
@@ -323,9 +324,18 @@ def test_a_model_with_other_tokens_is_refused(name: str, start: Callable[..., Co
     check_companions(create(same_tokens))
     with pytest.raises(ConfigError, match=rf"{name}\.path is .*other, whose tokens are not the policy's: .* leave --{name}\.path out"):
         check_companions(create(other_tokens))
-    with pytest.raises(ConfigError, match="is not a directory"):
+    with pytest.raises(ConfigError, match=rf"^{name}\.path is '.*nowhere': .*is not a directory"):
         check_companions(create(other_tokens / "nowhere"))
     check_companions(create(other_tokens), other_tokens)  # the policy that RL begins with
+
+
+def test_a_reward_model_is_no_reference(start: Callable[..., Config], same_tokens: Path, tmp_path: Path):
+    create_reward_model(create_tiny_model(), seed=0).save_pretrained(tmp_path / "rm")
+    create_char_tokenizer(64).save_pretrained(tmp_path / "rm")
+    with pytest.raises(
+        ConfigError, match=r"expected a causal language model .* Give --reference\.path the directory or name of a language"
+    ):
+        check_companions(start("grpo(kl_coef=0.1)", reference=ReferenceSection(path=str(tmp_path / "rm"))))
 
 
 async def test_a_critic_is_made_of_a_model_for_which_transformers_has_no_class_with_a_head(start: Callable[..., Config], tmp_path: Path):

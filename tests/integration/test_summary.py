@@ -217,3 +217,12 @@ def test_a_gain_in_sampled_accuracy_alone_is_told(tmp_path: Path):
     ]
     story = tell_story(summarize_run(lines, {}, Config()), tmp_path, Config())
     assert "sampled accuracy went from 0.70 to 0.95, and greedy accuracy stayed at 1.00" in story
+
+
+@pytest.mark.parametrize(
+    ("margin", "told"), [(0.25, ": 1.00, by 0.25 on average."), ("Infinity", ", by inf on average."), (None, ": 1.00.")]
+)
+def test_a_margin_of_pairs_may_be_infinite_or_unknown(margin: float | str | None, told: str, tmp_path: Path):
+    pairs = {"loss": "kto", "accuracy_before": None, "accuracy_after": 1.0, "margin_after": margin, "trained_on": 8}
+    text = tell_story({**summarize_run(LINES, {"mode": "sft+rl"}, Config()), "pairs": pairs}, tmp_path, Config())
+    assert next(line for line in text.splitlines() if line.startswith("DPO: ")).endswith(told)

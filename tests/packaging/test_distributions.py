@@ -108,6 +108,11 @@ def test_the_changelog_begins_with_what_is_not_released_and_has_this_version():
     assert SETTINGS["version"] in text
 
 
+def test_the_page_of_the_installation_lists_each_extra():
+    table = re.findall(r"^\| (`.+?) \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`(\S+)`", " ".join(table))) == sorted(SETTINGS["optional-dependencies"])
+
+
 # -- installed
 
 
