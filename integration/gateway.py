@@ -199,6 +199,7 @@ def _name_as_typed(message: str) -> str:
     message = message.replace("GatewayConfig.cassette", "--cassette").replace(" (GatewayConfig.record)", "")
     for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight", "record"):
         message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
+    message = re.sub(r"^(?:model\.)?device is ", "--model.device is ", message)
     message = re.sub(r"or None for (?=no limit|never)", "or 0 for ", message)
     return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
 

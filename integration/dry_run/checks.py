@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from integration.expressions.loggers import check_loggers
 from integration.expressions.mixture import check_mixture
@@ -15,10 +16,11 @@ from integration.run.launch import count_local_processes, count_processes
 from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
 from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
-from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.episodes import EPISODE_TASKS, AgentSection
 from integration.settings.preference import PAIR_TASKS
 from rollouts.data.rows.files import check_exists
 from rollouts.errors import ConfigError
+from rollouts.rewards.answers import load_function
 
 
 def check_run(command: CommandLine) -> tuple[Config, Config]:
@@ -60,11 +62,31 @@ def check_run(command: CommandLine) -> tuple[Config, Config]:
 
             check_loss_travels(config)
         check_companions(config)
+        check_agent_starts(config.agent, os.environ)
         check_reward(config)
         load_condition(config.trajectories)
         config = settle_weight_sync(config)
         config = place_servers(config, os.environ, count_local_processes(num_processes, os.environ), find_nccl_version)
     return recorded, config
+
+
+def check_agent_starts(agent: AgentSection, environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if the program of an agent cannot be started, or its function not be loaded, which runs its file."""
+    name = "command" if agent.command is not None else "function"
+    try:
+        if agent.command is not None:
+            from rollouts.gateway.processes import (
+                find_program,
+                split_command,
+            )  # imports trio, which a run without agents does not need here
+
+            find_program(split_command(agent.command), environment)
+        elif agent.function is not None:
+            from rollouts.gateway.agent_runs import check_agent_function
+
+            check_agent_function(load_function(agent.function))
+    except ConfigError as error:
+        raise ConfigError(f"agent.{name} is {getattr(agent, name)!r}: {error}") from error
 
 
 def check_preference_data(config: Config, mode: str) -> None:

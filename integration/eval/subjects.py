@@ -12,6 +12,7 @@ import httpx
 
 from integration.parts.adapters import ADAPTER_CONFIG, find_base, merge_adapters
 from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
+from integration.parts.model_settings import check_kind, read_model_config
 from integration.parts.models import create_model
 from integration.run.directory import find_result
 from integration.settings.command_line import RUN_FILE
@@ -55,6 +56,13 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
 
     Raises: ConfigError naming the model as typed.
     """
+    subject = _find_subject(model, config, tokenizer)
+    if subject.directory is not None and not subject.urls:
+        check_kind(read_model_config(config, subject.directory), subject.directory, "MODEL")
+    return subject
+
+
+def _find_subject(model: str, config: Config, tokenizer: str | None) -> Subject:
     try:
         if _is_address(model):
             return _find_servers(model, config.engine, tokenizer)

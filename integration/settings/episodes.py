@@ -118,7 +118,10 @@ class AgentSection:
         if self.command is not None:
             from rollouts.gateway.processes import split_command  # imports trio, which the help does not need
 
-            split_command(self.command)
+            try:
+                split_command(self.command)
+            except ConfigError as error:
+                raise ConfigError(f"agent.command is {self.command!r}: {error}") from error
         for name in ("max_answers", "max_tokens", "max_programs"):
             value = getattr(self, name)
             good = (value is None and name != "max_programs") or (isinstance(value, int) and value >= 1)

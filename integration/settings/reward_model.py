@@ -12,7 +12,6 @@ from rollouts.config import (
     check_count,
     check_patience,
     check_positive,
-    parse_metric,
 )
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
@@ -67,11 +66,11 @@ class PairTrainingSection:
     def __post_init__(self) -> None:
         check_positive(self, "num_steps", "batch_size", "keep_last_n")
         check_count(self, "patience")
-        check_patience(self.best, self.patience, "training")
-        if self.best is not None and parse_metric(self.best)[0] not in MEASURED:
+        if self.best is not None and self.best.lstrip("+-").replace("held_out_", "eval_", 1) not in MEASURED:
             raise ConfigError(
                 f"training.best is {self.best!r}, but held-out pairs are measured by {', '.join(MEASURED)}: choose one of them"
             )
+        check_patience(self.best, self.patience, "training")
         check_count(self, "eval_every", "checkpoint_every")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -305,7 +306,10 @@ class GenerationSection:
     def __post_init__(self) -> None:
         check_setting(self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None")
         check_setting(
-            self.temperature > 0, "generation.temperature", self.temperature, "more than 0: greedy samples of a group are all equal"
+            0 < self.temperature < math.inf,
+            "generation.temperature",
+            self.temperature,
+            "a finite number more than 0: greedy samples of a group are all equal",
         )
         check_setting(0 < self.top_p <= 1, "generation.top_p", self.top_p, "more than 0, at most 1")
         check_setting(self.top_k >= 0, "generation.top_k", self.top_k, "at least 0")

@@ -149,8 +149,11 @@ def create_agent_generate_fn(
         num_greedy: greedy runs in addition to the n of each call; the same as RolloutConfig.n_baseline_samples.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group.
-    Raises: ConfigError if there is no engine, or no command, or the gateway has a port; DataError for a cassette that cannot be used.
+    Raises: ConfigError if there is no engine, or no command, or the function does not take one task, or the gateway has a port; DataError
+        for a cassette that cannot be used.
     """
+    if callable(program):
+        check_agent_function(program)
     config, gateway = config or AgentConfig(), gateway or GatewayConfig()
     advice = "0, any free one: each group of samples has a gateway of its own"
     check_setting(gateway.port == 0, "GatewayConfig.port", gateway.port, advice)
@@ -164,6 +167,21 @@ def create_agent_generate_fn(
         gateway=replace(gateway, params=params, sampling="fixed", begins_sessions=False, idle_s=None),
         num_greedy=num_greedy,
     )
+
+
+def check_agent_function(function: Callable[..., Any]) -> None:
+    """Raise ConfigError if a function cannot be called with an AgentTask alone."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function of an extension without a signature
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the function {describe_function(function)} takes {signature}, expected one parameter, the task of the agent: write "
+            "async def agent(task), or give the others defaults"
+        ) from error
 
 
 class AgentGenerateFn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,24 @@ def split_command(command: str | Sequence[str]) -> tuple[str, ...]:
     if not words:
         raise ConfigError("the command of the agent is empty: give a program and its arguments, such as 'python my_agent.py'")
     return words
+
+
+def find_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the path of the program that a command starts. Raises ConfigError saying why there is none."""
+    name = command[0]
+    found = shutil.which(name, path=environment.get("PATH", os.defpath))
+    if found is not None:
+        return found
+    if os.path.isdir(name):
+        what = "is a directory: name a program in it"
+    elif os.path.isfile(name) and os.path.dirname(name):
+        what = f"may not be executed: run chmod +x {shlex.quote(name)}, or name the program that reads it first, as in 'python {name}'"
+    elif os.path.dirname(name):
+        what = "does not exist: correct its path"
+    else:
+        beside = f" (write ./{name} for the file here)" if os.path.isfile(name) else ""
+        what = f"is in no directory of PATH: install it, or give its path{beside}"
+    raise ConfigError(f"the program {name!r} {what}")
 
 
 async def run_program(

@@ -67,6 +67,32 @@ def test_settings_that_cannot_work_together_are_refused(settings, message):
         AgentSection(command="python 'a")
 
 
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ["--agent.command", "no-such-program --x"],
+            "--agent.command is 'no-such-program --x': the program 'no-such-program' is in no direc",
+        ),
+        (["--agent.command", "./none.py"], "--agent.command is './none.py': the program './none.py' does not exist"),
+        (["--agent.command", "./agent.py"], "--agent.command is './agent.py': the program './agent.py' may not be executed: run chmod +x"),
+        (["--agent.command", "./folder"], "--agent.command is './folder': the program './folder' is a directory"),
+        (["--agent.command", "agent.py"], "(write ./agent.py for the file here)"),
+        (["--agent.command", ""], "--agent.command is '': the command of the agent is empty"),
+        (["--agent.function", "agent.py:none"], "--agent.function is 'agent.py:none': agent.py has no function 'none'"),
+        (["--agent.function", "agent.py:two"], "expected one parameter, the task of the agent: write async def agent(task)"),
+    ],
+)
+def test_an_agent_that_cannot_start_is_told_before_a_directory_is_made(
+    flags: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("def play(task): return 1.0\nasync def two(task, other): return 1.0\n")
+    (tmp_path / "folder").mkdir()
+    assert main([*SMALL, *flags, "--output-dir", "run"]) == 2
+    assert told in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_the_command_refuses_other_machines_without_a_token(capsys: pytest.CaptureFixture[str]):
     assert serve(["--host", "0.0.0.0"]) == 2
     assert "--token-variable is None" in capsys.readouterr().err
