@@ -34,7 +34,7 @@ from rollouts.config import RewardConfig, check_choice, check_count, check_posit
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import EpisodeError, GenerationError, locate_error, raise_single_errors, redact
+from rollouts.errors import ConfigError, EpisodeError, GenerationError, locate_error, raise_single_errors, redact
 from rollouts.gateway.cassettes.tapes import find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.processes import run_program, split_command
