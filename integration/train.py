@@ -64,6 +64,10 @@ def _run(argv: Sequence[str], command: CommandLine) -> int:
         return _describe(command)
     with interrupts_end_the_process(), garbage_collection_off():
         from integration.run import job
+    if command.replay is not None:
+        from integration.crash.replay import replay
+
+        return replay(command.replay)
     return job.run(command, argv)
 
 

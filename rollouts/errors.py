@@ -35,7 +35,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -115,16 +115,20 @@ class SandboxError(RolloutsError, RuntimeError):
 class BackendError(RolloutsError, RuntimeError):
     """A training job failed in a way that the user can act on, for example non-finite gradients step after step."""
 
+    step: int | None = None  # step of the run in which it was raised, counted from 1; None = not told
+
 
 class BadNumberError(BackendError):
     """A number of a step went bad, and the policy for its kind is to stop; or too many updates in a row were left out."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    def __init__(self, message: str, kind: str = "", numbers: Mapping[str, float] | None = None, *, batch: object = None) -> None:
         super().__init__(message)
-        self.kind = kind  # field of config.BadNumbers, "" if not told
+        self.kind = kind  # field of config.BadNumbers, or "parameter"; "" if not told
+        self.numbers = dict(numbers or {})  # numbers of the update that were judged, such as grad_norm
+        self.batch = batch  # TrainBatch that was refused before an update; None = an update was refused, or not known
 
-    def __reduce__(self) -> tuple[type[BadNumberError], tuple[str, str]]:
-        return type(self), (str(self), self.kind)
+    def __reduce__(self) -> tuple[type[BadNumberError], tuple[str, str, dict[str, float]]]:
+        return type(self), (str(self), self.kind, self.numbers)
 
 
 class CheckpointError(RolloutsError, RuntimeError):

@@ -123,4 +123,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         bar="no prompt lost or trained on twice, and every run ends", naive="a resume that forgets its place in the data",
         attempt=_of("kills", "kill_asynchronous_runs"),
     ),
+    Experiment(
+        name="E25", promise="a step that a bad number ended is the same number again, from its crash bundle alone",
+        bar="every run leaves a bundle, and every replay is equal to the bit", naive="a replay without the states of the random generators",
+        attempt=_of("crashes", "replay_crashes"),
+    ),
 )  # fmt: skip

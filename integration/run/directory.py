@@ -43,6 +43,7 @@ _OWN_FILES = (
     "dpo",
     "rl",
     "checkpoints",
+    "crash",
     "loggers",
     METRICS_FILE,
     RUN_FILE,

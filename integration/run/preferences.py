@@ -63,6 +63,7 @@ async def run_dpo(
     for name, some in (("policy", backend), ("reference", beside.reference)):
         if some is not None:
             control.watch_backend(some, name)
+    crashes = control.watch_crashes(output_dir, STAGE, config, {"policy": backend}).begin_from(source_checkpoint)
     training, pad_id = preference_training_config(config), ensure_pad_token(tokenizer)
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
         if is_scored:
@@ -95,7 +96,8 @@ async def run_dpo(
                 inputs=control.inputs,
                 abandonment=control.abandonment,
             )
-            await _train(config, parts, task, training, None if source is None else read_run_state(source))
+            async with crashes.guard(pipeline):
+                await _train(config, parts, task, training, None if source is None else read_run_state(source))
     if control.abandonment.is_requested:
         return None
     last = finished_checkpoint(checkpoint_dir, num_steps, best)

@@ -36,6 +36,7 @@ from integration.tasks.preference_pairs import create_task_pairs, load_own_rows
 from rollouts.backends.factory import create_reward_model_backend
 from rollouts.backends.futures import open_pipeline
 from rollouts.backends.protocol import CheckpointingBackend
+from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import CheckpointConfig
 from rollouts.config_files import to_dict
@@ -85,6 +86,24 @@ def create_start(config: RewardModelConfig) -> tuple[PreTrainedModel, PreTrained
     return create_reward_model(model, seed=config.seed), tokenizer
 
 
+def create_reward_backend(config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PyTorchTrainingBackend:
+    """Create the backend of a reward model."""
+    set_master_dtype(config.backend, model)
+    backend = create_reward_model_backend(
+        model,
+        tokenizer=tokenizer,
+        total_steps=config.training.num_steps,
+        device=parse_device(config.model.device),
+        compute_dtype=config.backend.precision(config.model.device),
+        kernels=find_kernels(config.model),
+        bad_numbers=config.on_bad,
+        **vars(config.training.optimizer),
+    )
+    if config.backend.gradient_checkpointing:
+        recompute_activations(backend.model)
+    return backend
+
+
 def create_pairs(
     config: RewardModelConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
 ) -> Pairs:
@@ -125,19 +144,9 @@ async def run_reward_model(
     """
     control = control or RunControl()
     model, tokenizer, (train, heldout) = create_parts(config, control.say) if start is None else start
-    set_master_dtype(config.backend, model)
-    backend = create_reward_model_backend(
-        model,
-        tokenizer=tokenizer,
-        total_steps=config.training.num_steps,
-        device=parse_device(config.model.device),
-        compute_dtype=config.backend.precision(config.model.device),
-        kernels=find_kernels(config.model),
-        bad_numbers=config.on_bad,
-        **vars(config.training.optimizer),
-    )
-    if config.backend.gradient_checkpointing:
-        recompute_activations(backend.model)
+    backend = create_reward_backend(config, model, tokenizer)
+    control.watch_backend(backend, "policy")
+    crashes = control.watch_crashes(output_dir, STAGE, config, {"policy": backend})
     logger = None if control.logger is None else StageLogger(control.logger, STAGE)
     checkpoint_dir, pad_id, start_step, unfinished = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0, None
     best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
@@ -152,23 +161,24 @@ async def run_reward_model(
             limit = config.loop.max_tokens_per_microbatch
             logger.log(await evaluate_reward_model(pipeline, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit), 0)
         if start_step < config.training.num_steps or unfinished is not None:
-            await train_reward_model(
-                pipeline,
-                train,
-                config.loop,
-                logger,
-                heldout=heldout,
-                pad_id=pad_id,
-                start_step=start_step,
-                checkpoint_dir=checkpoint_dir,
-                keep_last_n=config.training.keep_last_n,
-                should_stop=control.should_stop,
-                clock=control.clock,
-                best=best,
-                inputs=control.inputs,
-                abandonment=control.abandonment,
-                unfinished=unfinished,
-            )
+            async with crashes.guard(pipeline):
+                await train_reward_model(
+                    pipeline,
+                    train,
+                    config.loop,
+                    logger,
+                    heldout=heldout,
+                    pad_id=pad_id,
+                    start_step=start_step,
+                    checkpoint_dir=checkpoint_dir,
+                    keep_last_n=config.training.keep_last_n,
+                    should_stop=control.should_stop,
+                    clock=control.clock,
+                    best=best,
+                    inputs=control.inputs,
+                    abandonment=control.abandonment,
+                    unfinished=unfinished,
+                )
         if control.abandonment.is_requested or finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
             return None
         found = None if best is None else best.find_checkpoint(checkpoint_dir)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
+from integration.crash.watch import CrashWatch
 from integration.expressions.algorithm import learns_from_single_samples
 from integration.expressions.filters import resolve_filter
 from integration.expressions.mixture import parse_columns, parse_mixture
@@ -98,6 +99,10 @@ class RunControl:
     inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
     abandonment: Abandonment = field(default_factory=Abandonment)  # request to give up what the run waits for
 
+    def watch_crashes(self, output_dir: Path, stage: str, config: Any, backends: Mapping[str, TrainingBackend | None]) -> CrashWatch:
+        """Create the watch that writes crash bundles of a stage; arguments as those of CrashWatch."""
+        return CrashWatch(output_dir, stage, config, backends, num_processes=1 if self.group is None else self.group.num_ranks)
+
 
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
     """Run supervised fine-tuning.
@@ -111,6 +116,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
     control.watch_backend(backend, "policy")
+    crashes = control.watch_crashes(output_dir, "sft", config, {"policy": backend})
     checkpoint_dir = output_dir / CHECKPOINTS
     source = latest_checkpoint(checkpoint_dir)
     start_step, unfinished = 0, None
@@ -131,23 +137,24 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
             samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
             if source is not None:
                 check_num_rows(source, len(samples))
-            await run_sft_training(
-                pipeline,
-                samples,
-                sft_training_config(config),
-                logger,
-                pad_id=ensure_pad_token(tokenizer),
-                start_step=start_step,
-                evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts or task.heldout_samples else None,
-                checkpoint_dir=checkpoint_dir,
-                keep_last_n=config.checkpoint.keep_last_n,
-                should_stop=control.should_stop,
-                clock=control.clock,
-                best=best,
-                inputs=control.inputs,
-                abandonment=control.abandonment,
-                unfinished=unfinished,
-            )
+            async with crashes.guard(pipeline):
+                await run_sft_training(
+                    pipeline,
+                    samples,
+                    sft_training_config(config),
+                    logger,
+                    pad_id=ensure_pad_token(tokenizer),
+                    start_step=start_step,
+                    evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts or task.heldout_samples else None,
+                    checkpoint_dir=checkpoint_dir,
+                    keep_last_n=config.checkpoint.keep_last_n,
+                    should_stop=control.should_stop,
+                    clock=control.clock,
+                    best=best,
+                    inputs=control.inputs,
+                    abandonment=control.abandonment,
+                    unfinished=unfinished,
+                )
     if control.abandonment.is_requested:
         return None
     last = finished_checkpoint(checkpoint_dir, config.sft.num_steps, best)
@@ -205,12 +212,13 @@ async def run_rl(
         parts = with_files(parts, trajectories, ledger)
         async with stage.rollouts:
             with trajectories:
-                if isinstance(stage.rollouts, WorkflowExecutor):
-                    by_engines = config.rl.segment_scores == "engines" and config.enable_segment_wise_ppo
-                    score = score_with_engines(parts.engines) if by_engines else None
-                    await train_async_rl(parts, stage.rollouts, stage.training, resume, score)
-                else:
-                    await train_rl(parts, stage.rollouts, stage.training, resume)
+                async with stage.crashes.guard(parts.backend, parts.critic):
+                    if isinstance(stage.rollouts, WorkflowExecutor):
+                        by_engines = config.rl.segment_scores == "engines" and config.enable_segment_wise_ppo
+                        score = score_with_engines(parts.engines) if by_engines else None
+                        await train_async_rl(parts, stage.rollouts, stage.training, resume, score)
+                    else:
+                        await train_rl(parts, stage.rollouts, stage.training, resume)
     return None if control.abandonment.is_requested else finished_checkpoint(checkpoint_dir, num_steps, parts.best)
 
 
@@ -222,15 +230,17 @@ class _RLStage:
     rollouts: AsyncRolloutManager | WorkflowExecutor | RecordedRollouts
     training: RLTrainingConfig
     evaluation: Evaluation
+    crashes: CrashWatch
 
 
-def _watch(control: RunControl, policy: TrainingBackend, companions: Companions) -> None:
-    """Give the program each backend, under its name."""
+def _watch(control: RunControl, directory: Path, config: Config, policy: TrainingBackend, companions: Companions) -> CrashWatch:
+    """Give the program each backend, under its name; return the watch over those that are trained."""
     backends = {"policy": policy, "reference": companions.reference, "critic": companions.critic}
     backends |= {f"teacher {name}".strip(): some for name, some in companions.teachers.items()}
     for name, some in backends.items():
         if some is not None:
             control.watch_backend(some, name)
+    return control.watch_crashes(directory, "rl", config, {"policy": policy, "critic": companions.critic})
 
 
 @asynccontextmanager
@@ -249,7 +259,7 @@ async def _open_rl(
     start = source_checkpoint
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
     companions = create_beside(config, control.group, algorithm.requires, model, tokenizer, start, count_critic_updates(config))
-    _watch(control, backend, companions)
+    crashes = _watch(control, output_dir, config, backend, companions)
     if task.recorded is not None:
         training = replace(training, first_version=task.recorded.newest_version)
     prompts = task.train_prompts if task.recorded is None else task.recorded.prompts
@@ -294,7 +304,7 @@ async def _open_rl(
             abandonment=control.abandonment,
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
-        yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation)
+        yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation, crashes=crashes.begin_from(start, budget))
 
 
 def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -> RLParts:

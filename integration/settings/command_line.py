@@ -2,7 +2,7 @@
 
     python -m integration.train [--mode sft|rl|sft+rl|dpo|sft+dpo] [--config FILE.py|.toml|.json] [--output-dir DIR] [--resume]
                                 [--dry-run [--json]]
-                                [--quiet] [--log-level LEVEL] [--push-to-hub NAME] [--grace-s SECONDS] [--stall-s SECONDS]
+                                [--quiet] [--log-level LEVEL] [--replay BUNDLE] [--push-to-hub NAME] [--grace-s SECONDS] [--stall-s SECONDS]
                                 [--task NAME] [--algorithm NAME] [--environment FILE.py:NAME] [--seed N]
                                 [--skip-bad-rows] [--section.field VALUE ...]
 
@@ -77,6 +77,7 @@ class CommandLine:
     push_to_hub: str | None = None  # name on the hub to publish the trained model under
     accept_changed_data: bool = False  # go on although the data have changed since the checkpoint
     patience: Patience = field(default_factory=Patience)  # limits of time after a signal, and without a step
+    replay: Path | None = None  # crash bundle to execute again, instead of a run
     typed: frozenset[str] = frozenset()  # settings (section.field) changed by flags
 
     def find_idle_options(self) -> list[IdleOption]:
@@ -110,6 +111,9 @@ class _Arguments:
     """seconds from Ctrl-C to the end, besides the writing of checkpoints; rollouts may take half; None = the step's end is awaited"""
     stall_s: float | None = None
     """seconds without the end of a step after which all tasks and the stacks of all threads are printed on stderr; None = never"""
+    replay: str | None = None
+    """crash bundle, RUN/STAGE/crash/step_NNNN, whose step is executed again on one process, with the settings in it; takes no other option;
+    None = train"""
     push_to_hub: str | None = None
     """name on the Hugging Face hub, ORG/NAME, to publish the trained model under, private if new; None = not published"""
     algorithm: str | None = None
@@ -136,6 +140,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         if stop.code == 2:
             sys.stderr.writelines(f"{line}\n" for line in explain_other_names(_find_unknown(argv, base)))
         raise
+    if arguments.replay is not None and len(argv) > (1 if argv[0].startswith("--replay=") else 2):
+        raise ConfigError("--replay takes its settings from the bundle: leave the other options out")
     mode = arguments.mode
     if mode is None:
         mode = read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl"
@@ -169,6 +175,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         explain=arguments.explain,
         places=find_places(argv, value_of(argv, "--config"), config),
         push_to_hub=arguments.push_to_hub,
+        replay=None if arguments.replay is None else Path(arguments.replay),
         patience=Patience(grace_s=arguments.grace_s, stall_s=arguments.stall_s),
         typed=find_changes(config, base),
     )

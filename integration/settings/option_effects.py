@@ -444,6 +444,7 @@ COMMAND_OPTIONS = (
     "log_level",
     "grace_s",
     "stall_s",
+    "replay",
     "push_to_hub",
     "algorithm",
     "skip_bad_rows",

@@ -21,8 +21,8 @@ PROGRAM = "python -m integration.verify"
 HELP = f"""usage: {PROGRAM} RUN [--json]
 
 Check the directory of a run and change nothing in it; the run may have ended, been killed, or still go on. Checked are the settings,
-the lines of metrics and of the ledger, the trajectories, every checkpoint with its checksums and tensors, files that a kill left behind,
-and the step from which --resume would go on.
+the lines of metrics and of the ledger, the trajectories, every checkpoint with its checksums and tensors, crash bundles, files that a kill
+left behind, and the step from which --resume would go on.
 
   RUN       directory of a run, the --output-dir of python -m integration.train
   --json    print the findings as JSON instead of a table

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from integration.crash.bundle import read_bundle
+from integration.crash.watch import CRASHES
 from integration.doctor.findings import Finding, judge, skip, tabulate
 from integration.run.step_files import read_ledger
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
+from integration.settings.help_text import name_as_started
 from integration.settings.reward_model import RewardModelConfig
 from integration.tasks.data_marks import ROWS_FILE, compare_data, find_changed_settings, mark_data, mark_settings
 from integration.tasks.data_marks import read_lines as read_marked_lines
@@ -76,6 +79,7 @@ def check_run(path: Path) -> CheckedRun:
         newest = newest if step is None else (stage, step)
     if newest is not None:
         findings += check_inputs(path, newest[0], newest[1])
+    findings += check_crashes(path)
     findings.append(check_leftovers(path, stages))
     findings.append(describe_resume(stages, newest))
     if is_live(path):
@@ -158,10 +162,28 @@ def check_trajectories(directory: Path) -> list[Finding]:
     return [judge("trajectories", found, fails=bool(problems), advice="remove these files: a resumed run does not read them")]
 
 
+def check_crashes(path: Path) -> list[Finding]:
+    """Name the crash bundles of a run, and how to replay them; none without any."""
+    bundles = [bundle for place in sorted({path, *(path / stage for stage in STAGES)}) for bundle in list_checkpoints(place / CRASHES)]
+    told: list[str] = []
+    problems: list[str] = []
+    for bundle in bundles:
+        try:
+            found = read_bundle(bundle)
+            told.append(f"{bundle.relative_to(path)} (step {found.step}, {found.role}, {found.kind or 'a bad number'})")
+        except RolloutsError as error:
+            problems.append(str(error))
+    if not bundles:
+        return []
+    advice = f"execute the step again: {name_as_started('python -m integration.train')} --replay {path}/..."
+    damaged = [judge("crashes", "; ".join(problems), warns=True, advice="no other bundle needs it: delete it")] if problems else []
+    return [*([judge("crashes", "a bad number ended " + ", ".join(told), warns=True, advice=advice)] if told else []), *damaged]
+
+
 def check_leftovers(path: Path, stages: list[Stage]) -> Finding:
     """Name what kills have left."""
     found = [leftover for stage in stages for leftover in find_leftovers(stage.checkpoints)]
-    found += sorted({*path.glob(".tmp_*"), *path.glob("*/.tmp_*"), *path.glob("rl/trajectories/.tmp_*")})
+    found += sorted({*path.glob(".tmp_*"), *path.glob("*/.tmp_*"), *path.glob("*/crash/.tmp_*"), *path.glob("rl/trajectories/.tmp_*")})
     aside = [old for stage in stages for old in stage.checkpoints.glob("superseded_*")]
     told = [f"left by a kill: {', '.join(str(item.relative_to(path)) for item in found)}"] if found else []
     told += [f"of an abandoned future: {', '.join(str(item.relative_to(path)) for item in aside)}"] if aside else []

@@ -169,16 +169,18 @@ def sift_rows(
         f"{count} of {batch.num_rows} rows have {what}: {names}{more}; and the policy for {kind} is to stop. The step updated nothing. "
         f"Look at these rollouts, or set on_bad.{kind} to drop (these rows) or skip (the update)",
         kind,
+        batch=batch,
     )
 
 
-def refuse_all_masked(policy: BadNumbers, what: str) -> dict[str, float]:
-    """Return the metrics of a batch without a token to train on. Raises BadNumberError if the policy is to stop. what: the batch."""
+def refuse_all_masked(policy: BadNumbers, what: str, batch: TrainBatch | None = None) -> dict[str, float]:
+    """Return the metrics of a batch without a token to train on. Raises BadNumberError if the policy is to stop. what: its name."""
     if policy.all_masked == "stop":
         raise BadNumberError(
             f"{what} has no token with loss_mask > 0, and the policy for all_masked is to stop. The step updated nothing. Look at the data "
             "and at what masks them, or set on_bad.all_masked to skip",
             "all_masked",
+            batch=batch,
         )
     return {"num_bad_all_masked": 1.0}
 

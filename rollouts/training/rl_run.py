@@ -397,7 +397,7 @@ class RLRun:
             )
         )
         metrics = parity | trained | bad
-        self._count_left_out(metrics)
+        self._count_left_out(metrics, batch)
         if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         summary = summarize_rollouts(rollouts, weight_version=self.served.version)
@@ -416,7 +416,7 @@ class RLRun:
             logging.getLogger(__name__).warning("%s", text)
         return metrics
 
-    def _count_left_out(self, metrics: Metrics) -> None:
+    def _count_left_out(self, metrics: Metrics, batch: TrainBatch) -> None:
         """Count steps in a row whose update was left out for bad rows, before it was computed: the backend counts the others.
 
         Raises: BadNumberError after max_skipped of them.
@@ -429,6 +429,7 @@ class RLRun:
                 f"the updates of {self._num_left_out} steps in a row were left out for bad rows (num_bad_{kind} in the metrics): look at "
                 f"their rollouts, or set on_bad.{kind} to drop (the rows)",
                 kind,
+                batch=batch,
             )
 
     def _plan_updates(self, step: int) -> UpdatePlan:

@@ -257,7 +257,7 @@ async def train_on_rollouts(
     """
     plan = plan or UpdatePlan()
     if not find_trained_rows(batch):
-        return {"num_tokens": 0.0, "num_updates": 0.0} | refuse_all_masked(plan.bad_numbers, "the rollout batch")
+        return {"num_tokens": 0.0, "num_updates": 0.0} | refuse_all_masked(plan.bad_numbers, "the rollout batch", batch)
     num_updates = 0 if plan.only_critic else plan.num_epochs * plan.num_minibatches
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=plan.kl_coef is not None)
     batch = await fill_columns(

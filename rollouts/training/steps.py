@@ -427,6 +427,8 @@ async def note_checkpoint(step: int, checkpoints: RunCheckpoints | None) -> Asyn
     try:
         yield
     except (BackendError, CheckpointError) as error:
+        if isinstance(error, BackendError):
+            error.step = step
         found = [] if checkpoints is None else await checkpoints.list_complete()
         error.add_note(_advise_where_to_go_on(step, found))
         raise

@@ -130,6 +130,28 @@ def iterate_results(mutations: Sequence[Mutation]) -> Iterator[tuple[Mutation, i
 
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # Crash bundles
+    Mutation(
+        "../integration/crash/replay.py",
+        "a replay forgets the states of the random generators",
+        '        restore_random_state(call.random, torch.device(getattr(backend, "device", "cpu")))\n',
+        "",
+        ("integration/test_crash_bundles.py::test_a_replay_that_forgets_the_random_state_is_another_number",),
+    ),
+    Mutation(
+        "../integration/crash/recorder.py",
+        "updates since the last checkpoint are forgotten",
+        "            self.updates = (*self.updates, update)",
+        "            self.updates = ()",
+        ("integration/test_crash_bundles.py::test_the_memory_of_a_recorder_has_a_bound",),
+    ),
+    Mutation(
+        "backends/optim/updates.py",
+        "one update more than max_skipped is left out in a row",
+        "num_skipped_in_a_row=counts.num_skipped_in_a_row + 1), kind, numbers",
+        "num_skipped_in_a_row=counts.num_skipped_in_a_row), kind, numbers",
+        ("integration/test_crash_bundles.py::test_the_tenth_update_that_is_left_out_in_a_row_is_replayed_as_it_was",),
+    ),
     # Preferences
     Mutation(
         "preference_loop.py",

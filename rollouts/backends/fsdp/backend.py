@@ -42,7 +42,6 @@ from rollouts.backends.optim.updates import (
     Scheduler,
     UpdateCounts,
     Worst,
-    check_skipped_updates,
     check_updated,
     judge_update,
     trained_parameters,
@@ -55,7 +54,7 @@ from rollouts.backends.weights.export import export_sharded
 from rollouts.batches import plan_shards, select_rows
 from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
-from rollouts.errors import BackendError
+from rollouts.errors import BadNumberError
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
 from rollouts.models.forward import (
     ComputeOutputs,
@@ -229,7 +228,7 @@ class FSDPTrainingBackend:
 
         Returns: grad_norm (whole gradient, before clipping), lr (of this update), update_skipped; for a mixture of experts those of
             summarize_load, over all ranks.
-        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row; BackendError if an update left a
+        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row, or if an update left a
             non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
@@ -244,8 +243,7 @@ class FSDPTrainingBackend:
                 judge=self._judge,
             )
             metrics |= summarize_load(self._sum_load(load))
-        self._check_updated()
-        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
+        self._check_updated(metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
@@ -507,17 +505,17 @@ class FSDPTrainingBackend:
         counts = all_gather(self.ranks, torch.tensor(own, device=self.device), operation="counting the passes of all ranks")
         return int(torch.stack(counts).max())
 
-    def _check_updated(self) -> None:
+    def _check_updated(self, metrics: Mapping[str, float]) -> None:
         """Run check_updated on all ranks, each on its part of the parameters; all raise the same error."""
-        problem: BackendError | None = None
+        problem: BadNumberError | None = None
         try:
-            check_updated(trained_parameters(self.model), self.counts)
-        except BackendError as error:
+            check_updated(trained_parameters(self.model), self.counts, metrics)
+        except BadNumberError as error:
             problem = error
         found = gather_values(self.ranks, None if problem is None else str(problem), operation="looking at the updated parameters")
         first = next((text for text in found if text is not None), None)
         if first is not None:
-            raise BackendError(first) from problem
+            raise BadNumberError(first, "parameter", {name: metrics[name] for name in ("grad_norm", "lr")}) from problem
 
     def _check_model(self) -> None:
         """Find the model's way through attention. Raises ConfigError if it has none on these ranks, or not the head that is read."""

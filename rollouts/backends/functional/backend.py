@@ -15,7 +15,7 @@ from torch import Tensor
 from rollouts.backends.functional.state import ForwardFn, Parameters, accumulate_gradient, apply_update, count_experts, create_state
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, check_rounding, create_rule, takes
-from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
+from rollouts.backends.optim.updates import check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import export_model, read_trainer_state, write_checkpoint
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
@@ -162,15 +162,14 @@ class TorchFuncTrainingBackend:
         return ImmediateTrainFuture(self._reads.add(self._reads.keep_recorded(metrics, recorded)), "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
-        """Run apply_update. Raises BackendError for a non-finite parameter; BadNumberError as rule.bad_numbers says."""
+        """Run apply_update. Raises BadNumberError for a non-finite parameter, and as rule.bad_numbers says."""
         try:
             self.state, metrics = apply_update(self.state, self.rule, self._reads.read, self._reads.take_worst)
         except BadNumberError:  # a caller that goes on begins anew
             self.state = replace(self.state, gradients=None, expert_load=None, counted_load=None)
             raise
         self._show()
-        check_updated(self.state.parameters.items(), self.state.counts)
-        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self.rule.bad_numbers.max_skipped)
+        check_updated(self.state.parameters.items(), self.state.counts, metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:

@@ -38,7 +38,7 @@ from rollouts.backends.jax.steps import (
     to_tensor,
 )
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_rule, takes
-from rollouts.backends.optim.updates import check_skipped_updates, check_updated, read_counts
+from rollouts.backends.optim.updates import check_skipped, check_updated, read_counts
 from rollouts.backends.protocol import BackendFeature, OutputFn
 from rollouts.backends.pytorch.files import cast_weights, check_written, finish_export, read_trainer_state, write_trainer_state
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
@@ -141,10 +141,13 @@ class JAXTrainingBackend:
         return ImmediateTrainFuture({name: float(value) for name, value in metrics.items()}, "forward_backward")
 
     def optim_step(self) -> ImmediateTrainFuture[dict[str, float]]:
-        """Run apply_update. Raises BackendError for a non-finite parameter; BadNumberError after max_skipped skipped updates in a row."""
-        self.state, metrics = apply_update(self.state, self.rule)
-        check_updated(((name, to_tensor(value)) for name, value in self.state.weights.items()), self.state.counts)
-        check_skipped_updates(self.state.counts, metrics["grad_norm"], max_skipped_updates=self.rule.bad_numbers.max_skipped)
+        """Run apply_update. Raises BadNumberError for a non-finite parameter, and after max_skipped skipped updates in a row."""
+        state, metrics = apply_update(self.state, self.rule)
+        self.state = replace(self.state, gradients=None)  # also if the run ends here, before the update counts
+        if metrics["update_skipped"]:
+            check_skipped(state.counts, "gradient", metrics, self.rule.bad_numbers.max_skipped)
+        self.state = state
+        check_updated(((name, to_tensor(value)) for name, value in self.state.weights.items()), self.state.counts, metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:

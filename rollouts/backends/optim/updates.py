@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rollouts.checks import find_non_finite
 from rollouts.config import BadNumbers
-from rollouts.errors import BackendError, BadNumberError
+from rollouts.errors import BadNumberError
 
 
 class Scheduler(Protocol):
@@ -76,7 +76,7 @@ SPIKE_AFTER = 10
 def judge_update(norm: float, counts: UpdateCounts, *, worst: Worst, policy: BadNumbers) -> str | None:
     """Return the kind of bad number for which an update is left out, a field of BadNumbers; None if it is to be applied.
 
-    Raises: BadNumberError if the policy for the kind is to stop.
+    Raises: BadNumberError if the policy for the kind is to stop, or if this is the last of policy.max_skipped updates left out in a row.
     """
     usual = counts.usual_norm
     found = {
@@ -89,7 +89,11 @@ def judge_update(norm: float, counts: UpdateCounts, *, worst: Worst, policy: Bad
         and norm > policy.spike_factor * usual,
     }
     kind = next((name for name, is_bad in found.items() if is_bad), None)
-    if kind is None or getattr(policy, kind) == "skip":
+    if kind is None:
+        return None
+    numbers = {"grad_norm": norm, "max_ratio": worst.max_ratio, "usual_norm": usual}
+    if getattr(policy, kind) == "skip":
+        check_skipped(replace(counts, num_skipped_in_a_row=counts.num_skipped_in_a_row + 1), kind, numbers, policy.max_skipped)
         return kind
     told = {
         "loss": "the loss is not finite",
@@ -101,7 +105,21 @@ def judge_update(norm: float, counts: UpdateCounts, *, worst: Worst, policy: Bad
         f"update {counts.num_updates + 1}: {told}, and the policy for {kind} is to stop. It was not applied. Look at the rewards and "
         f"log-probs of the step, lower the learning rate, or set on_bad.{kind} to skip",
         kind,
+        numbers,
     )
+
+
+def check_skipped(counts: UpdateCounts, kind: str, numbers: Mapping[str, float], max_skipped: int) -> None:
+    """Raise BadNumberError if this many updates in a row are left out. Nothing has changed by then: the step can be repeated."""
+    if counts.num_skipped_in_a_row >= max_skipped:
+        norm = numbers["grad_norm"]
+        what = "the gradient was not finite in" if not math.isfinite(norm) else "a bad number (num_bad_... in the metrics) left out"
+        raise BadNumberError(
+            f"{what} {counts.num_skipped_in_a_row} updates in a row (norm {norm}): "
+            "look for infinite log-probs or rewards, lower the learning rate, or use float32",
+            kind,
+            numbers,
+        )
 
 
 def describe_bad(kind: str | None) -> dict[str, float]:
@@ -160,34 +178,28 @@ def read_counts(state: Mapping[str, Any]) -> UpdateCounts:
     return UpdateCounts(int(state["num_updates"]), int(state["num_skipped_in_a_row"]), usual)
 
 
-def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts) -> None:
-    """Raise BackendError if an update has left a non-finite parameter: such weights cannot be trained on.
+def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts, metrics: Mapping[str, float]) -> None:
+    """Raise BadNumberError if an update has left a non-finite parameter: such weights cannot be trained on.
 
     Each rank checks its own part of sharded parameters.
+
+    Args:
+        metrics: those of the update, for the error.
     """
     bad = find_non_finite(parameters)
     if bad is not None:
-        raise BackendError(
+        raise BadNumberError(
             f"update {counts.num_updates} made the parameter {bad} NaN or infinite, though the gradient was finite: the learning rate is "
             "too high, or a moment of the optimizer ran over. The weights in memory are lost, and no checkpoint is written of them. Lower "
-            "the learning rate, or use float32"
+            "the learning rate, or use float32",
+            "parameter",
+            {name: metrics[name] for name in ("grad_norm", "lr")},
         )
 
 
 def trained_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Return the parameters that an update may change, by name."""
     return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-
-def check_skipped_updates(counts: UpdateCounts, norm: float, *, max_skipped_updates: int) -> None:
-    """Raise BadNumberError after max_skipped_updates skipped updates in a row."""
-    if counts.num_skipped_in_a_row >= max_skipped_updates:
-        what = "the gradient was not finite in" if not math.isfinite(norm) else "a bad number (num_bad_... in the metrics) left out"
-        raise BadNumberError(
-            f"{what} {counts.num_skipped_in_a_row} updates in a row (norm {norm}): "
-            "look for infinite log-probs or rewards, lower the learning rate, or use float32",
-            "gradient",
-        )
 
 
 def read_scalar(value: Tensor) -> float:

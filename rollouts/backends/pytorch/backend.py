@@ -19,7 +19,6 @@ from rollouts.backends.optim.optimizers import check_rounding
 from rollouts.backends.optim.updates import (
     Scheduler,
     UpdateCounts,
-    check_skipped_updates,
     check_updated,
     judge_update,
     read_counts,
@@ -226,8 +225,8 @@ class PyTorchTrainingBackend:
 
         Returns: grad_norm (before clipping), lr (of this update), update_skipped, and num_bad_<kind> of an update left out; for a mixture
             of experts those of summarize_load.
-        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row; BackendError if an update
-            left a non-finite parameter.
+        Raises: BadNumberError as BadNumbers says, or after max_skipped skipped updates in a row, or if an update left a
+            non-finite parameter.
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         load, self._load, self._counted, self._has_gradient = self._load, None, None, False  # also if a bad number ends the run
@@ -240,8 +239,7 @@ class PyTorchTrainingBackend:
             judge=self._judge,
         )
         metrics |= summarize_load(load)
-        check_updated(trained_parameters(self.model), self.counts)
-        check_skipped_updates(self.counts, metrics["grad_norm"], max_skipped_updates=self._bad_numbers.max_skipped)
+        check_updated(trained_parameters(self.model), self.counts, metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
