@@ -65,7 +65,8 @@ def create_engine() -> tuple[InstantEngine, Any]:
     """Create the engine and its tokenizer."""
     tokenizer = create_char_tokenizer()
     ids: Any = tokenizer(ANSWER, add_special_tokens=False)["input_ids"]
-    return InstantEngine([*ids, tokenizer.eos_token_id]), tokenizer
+    end: Any = tokenizer.eos_token_id
+    return InstantEngine([*ids, end]), tokenizer
 
 
 async def serve_gateway() -> None:
