@@ -154,8 +154,7 @@ MAPPINGS: dict[str, Parity] = {
         wrt=("logits",),
         grad_of="sum",
     ),
-}
-NOT_OFFERED: dict[str, str] = {
     "trl_gkd": Parity(run=trl_gkd, ours="divergences.chunked_divergence", wrt=("student_logits",)),
     "trl_sparse_jsd": Parity(run=trl_sparse_jsd, ours="divergences.divergence(has_rest=True)", wrt=("student_log_probs",)),
 }
+NOT_OFFERED: dict[str, str] = {}
