@@ -259,8 +259,10 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
     tops = "teacher_tops" in algorithm.requires
     if not tops and "teacher_log_probs" not in algorithm.requires:
         if teacher.is_given:
+            option = next(name for name in ("path", "url", "each", "context") if getattr(teacher, name))
             raise ConfigError(
-                f"a teacher is given, but rl.algorithm {name!r} has none: add --algorithm opd or gkd, or leave --teacher options out"
+                f"--teacher.{option} is given, but rl.algorithm {name!r} has no teacher: add --algorithm opd or gkd, or leave --teacher "
+                "options out"
             )
         return
     if not teacher.is_given:
@@ -272,7 +274,8 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
         who = "the policy itself" if teacher.is_policy else "a server"
         raise ConfigError(
             f"rl.algorithm {name!r} needs a teacher's most probable tokens, which {who} does not give here: name model directories "
-            "(--teacher.path, --teacher.each), or take --algorithm opd, which reads the sampled tokens alone"
+            "(--teacher.path, --teacher.each) in place of --teacher.url or --teacher.context, or take --algorithm opd, which reads the "
+            "sampled tokens alone"
         )
     if tops and config.backend.kind not in ("pytorch", "fsdp"):
         raise ConfigError(

@@ -351,7 +351,9 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "engine.deadlines.connect_s engine.deadlines.control_s": SERVER,
     "engine.deadlines.health_s": SERVER,
     "engine.deadlines.join_s": Effect(
-        holds=lambda c, m: c.engine.is_server and c.engine.weight_sync in ("auto", "group"),
+        holds=lambda c, m: (
+            c.engine.is_server and (c.engine.weight_sync == "group" or (c.engine.weight_sync == "auto" and launches_on_gpus(c, m)))
+        ),
         needs="weights over a process group: --engine.weight-sync group",
         part="rl",
     ),

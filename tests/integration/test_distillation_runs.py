@@ -161,7 +161,7 @@ def test_a_teacher_with_other_tokens_is_refused(teacher: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("algorithm", "section", "changes", "message"),
     [
-        ("grpo", {"path": "x"}, {}, "a teacher is given, but rl.algorithm 'grpo' has none"),
+        ("grpo", {"path": "x"}, {}, "--teacher.path is given, but rl.algorithm 'grpo' has no teacher"),
         ("opd", {}, {}, "needs a teacher: give --teacher.path DIR"),
         ("gkd", {"url": ("http://h:1",)}, {}, "which a server does not give here"),
         ("gkd", {"context": "{prompt} {answer}"}, {}, "which the policy itself does not give here"),

@@ -112,6 +112,10 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "program": ("rl", False, {"agent.command": "true", "agent.on_error": "retry"}),
     "own data": ("sft+rl", False, {**DATA, "data.max_length": 60, "reward.function": "rollouts.rewards.answers:exact_match"}),
     "only SFT of own data": ("sft", False, DATA),
+    "taught": ("rl", False, {"rl.algorithm": "opd", "teacher.path": "DIR", "backend.compute_dtype": "bfloat16"}),
+    "taught by the most probable tokens": ("rl", True, {"rl.algorithm": "gkd", "teacher.path": "DIR", "model.path": "DIR"}),
+    "taught by a server": ("rl", False, {"rl.algorithm": "opd", "teacher.url": ("http://127.0.0.1:1",)}),
+    "taught by several": ("rl", False, {**DATA, "rl.algorithm": "opd", "teacher.by": "answer", "teacher.each": ("1=DIR", "2=DIR")}),
     "preferences": ("dpo", False, {}),
     "preferences by the dry run": ("dpo", True, {"preference.loss": "cdpo"}),
     "smoothed": ("sft+dpo", False, {"preference.loss": "robust", "preference.optimizer.schedule": "constant"}),
@@ -164,6 +168,9 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "rl.segment_scores": "engines", "lora.base_dtype": "bfloat16", "backend.master_dtype": "bfloat16", "reference.dtype": "bfloat16",
     "model.kernels": "torch", "sft.router_balance_coef": 0.1, "rl.router_balance_coef": 0.1,
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",), "preference.loss": "ipo", "preference.beta": 0.7, "preference.nll_coef": 0.5,
+    "teacher.path": "DIR/other", "teacher.url": ("http://127.0.0.1:2",), "teacher.by": "prompt", "teacher.each": ("3=DIR",),
+    "teacher.context": "{prompt} x", "teacher.kind": "sglang", "teacher.tokenizer": "DIR", "teacher.dtype": "bfloat16",
+    "engine.deadlines.outage_s": 9.0,
     "preference.reference": "precomputed", "preference.path": "DIR/heldout_pairs.jsonl", "preference.eval_path": "DIR/train_pairs.jsonl",
 }  # fmt: skip
 for section in ("sft.optimizer", "rl.optimizer", "critic.optimizer", "preference.optimizer"):
@@ -200,7 +207,8 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "data.truncate": ("run/stages.py", "truncate=data.truncate"),
     "data.skip_bad_rows": ("run/stages.py", "skip_bad_rows=data.skip_bad_rows"),
     "engine.max_restarts": ("parts/engines.py", 'max_restarts={"restart": section.max_restarts'),
-    "engine.weight_sync_address": ("parts/engines.py", "master_address=section.weight_sync_address"),
+    "engine.weight_sync_address": ("parts/engines.py", '"master_address": section.weight_sync_address'),
+    "engine.deadlines.join_s": ("parts/engines.py", '"timeout_s": section.deadlines.join_s'),
     "environment.max_digits": ("tasks/episodes.py", 'config.environment.choose("max_digits"'),
     "episode.on_tool_error": ("tasks/episodes.py", "on_tool_error=config.episode.on_tool_error"),
 }
@@ -272,6 +280,10 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
         yield config.critic.path
     if "ref_log_probs" in algorithm.requires:
         yield config.reference.path
+    if config.teacher.is_given:
+        teacher, tops = config.teacher, "teacher_tops" in algorithm.requires
+        yield teacher.models, teacher.url, teacher.servers, teacher.by, teacher.context, teacher.top_k if tops else None
+        yield (teacher.kind, teacher.tokenizer) if teacher.url or teacher.servers else teacher.dtype
     engines = [create_server_engine(config.engine, "http://127.0.0.1:1", {"KEY": "x"}) if config.engine.is_server else cast("Any", None)]
     task = Task(name="x", description="", train_prompts=(), heldout_prompts=(), sft_samples=(), reward_fn=len, max_tokens=8)
     rollout = replace(create_rollout_config(config, task, algorithm, engines, create_char_tokenizer()), generate_fn=len)
