@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from integration.settings.config import Config, context_tokens, list_model_numbers
+from integration.settings.option_effects import spell_option
 from integration.settings.preference import PreferenceSection
 from integration.settings.sections import BackendSection, RLSection, SFTSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -269,7 +270,7 @@ def check_companions(config: Config, source: Path | None = None) -> None:
         if differences:
             raise ConfigError(
                 f"{name} is {path}, whose tokens are not the policy's: {'; '.join(differences)}. "
-                f"Give the policy's own model or one of its family, or leave --{name} out"
+                f"Give the policy's own model or one of its family, or leave {spell_option(name)} out"
             )
 
 
