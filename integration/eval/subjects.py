@@ -157,7 +157,7 @@ def fit_config(config: Config, subject: Subject) -> Config:
     own = {name: getattr(section, name) for name in ("max_slots", "prefix_cache_tokens", "dtype", "cuda_graphs")}
     engine = EngineSection(**own)
     if subject.urls:
-        waits = {name: getattr(section, name) for name in ("generate_timeout_s", "deadlines")}
+        waits = {name: getattr(section, name) for name in ("generate_timeout_s", "sync_timeout_s", "deadlines")}
         engine = EngineSection(kind=subject.kind, urls=subject.urls, api_key_variable=section.api_key_variable, **waits)
     path = None if subject.directory is None else str(subject.directory)
     return replace(config, engine=engine, model=replace(config.model, path=path))

@@ -11,6 +11,7 @@ import trio.testing
 
 from benchmarks.reliability.cancellation import cancel_at_step
 from rollouts.engines.http.checks import ServerInfo
+from rollouts.engines.http.endpoint import Deadlines
 from rollouts.engines.http.requests import RequestsInFlight, WireRequest
 from rollouts.engines.http.samples import Generated
 from rollouts.engines.weights import server_weights
@@ -19,6 +20,8 @@ from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
 from rollouts.errors import EngineError
 from rollouts.types import SamplingParams
+
+DEADLINES = Deadlines(options={"sync_s": "--engine.sync-timeout-s", "control_s": "--engine.deadlines.control-s"})
 
 
 @dataclass
@@ -82,10 +85,10 @@ class Setup:
         self.server = Server()
         self.requests = RequestsInFlight("the engine", self.server.abort)
         its = self.server
-        controls = ServerControls(its.pause, its.load, its.set_label, its.read_label, its.resume, its.sleep, its.wake_up)
+        controls = ServerControls(its.pause, its.load, its.set_label, its.read_label, its.resume, its.sleep, its.wake_up, DEADLINES)
         # files are looked at in a thread, which the autojump clock does not wait for
         served = ServedDirectory(self.start, "default", read_fingerprint(self.start) if looks_at_files else None)
-        self.transaction = WeightTransaction(self.requests, controls, served=served, cleanup_s=60.0)
+        self.transaction = WeightTransaction(self.requests, controls, served=served)
 
     async def update(self, version: int | None = 1):
         return await self.transaction.load_directory(self.new, version)
@@ -276,14 +279,30 @@ async def test_an_update_cancelled_at_its_end_is_complete(setup: Setup, autojump
     await setup.generate()
 
 
-async def test_cleaning_up_does_not_last_for_ever(setup: Setup, autojump_clock):
-    setup.server.slow = lambda step: 1e9 if step == "load start" else 0.0
+async def test_putting_old_weights_back_has_the_deadline_of_a_sync(setup: Setup, autojump_clock):
+    setup.server.slow = lambda step: 590.0 if step == "load start" else 0.0
     setup.server.fail = lambda step: step == "load new"
-    with pytest.raises(EngineError, match="it took longer than 60 s"):
+    with pytest.raises(EngineError, match="goes on with the weights that it had before"):
         await setup.update()
-    assert trio.current_time() == pytest.approx(60.0)
+    assert trio.current_time() == pytest.approx(590.0)
+    await setup.generate()
+    setup.server.slow = lambda step: 1e9 if step == "load start" else 0.0
+    with pytest.raises(EngineError, match=r"it took longer than 610 s: the server hangs, or --engine.sync-timeout-s is too short"):
+        await setup.update()
+    assert trio.current_time() == pytest.approx(590.0 + 610.0)
     with pytest.raises(EngineError, match="cannot be used"):
         await setup.generate()
+
+
+async def test_waking_up_has_the_deadline_of_a_sync_and_resuming_a_shorter_one(setup: Setup, autojump_clock):
+    setup.server.slow = lambda step: 590.0 if step == "wake up" else 0.0
+    await setup.transaction.sleep()
+    await setup.transaction.wake_up()
+    await setup.generate()
+    setup.server.slow = lambda step: 1e9 if step == "resume" else 0.0
+    with pytest.raises(EngineError, match=r"it took longer than 70 s: the server hangs, or --engine.deadlines.control-s is too short"):
+        await setup.update()
+    assert trio.current_time() == pytest.approx(590.0 + 70.0)
 
 
 async def test_a_users_pause_outlasts_an_update(setup: Setup):

@@ -111,6 +111,13 @@ async def test_a_server_that_does_not_answer_in_time_is_an_error_with_the_option
             silence.paths = ()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_waking_up_and_putting_back_that_may_not_be_cancelled_have_the_deadlines_of_a_run(kind: str):
+    section = EngineSection(kind=kind, urls=("http://127.0.0.1:1",), sync_timeout_s=77.0)
+    found = create_server_engine(section, "http://127.0.0.1:1", {}).weights._controls.deadlines
+    assert (found.sync_s, found.name("sync_s")) == (77.0, "--engine.sync-timeout-s")
+
+
 async def test_a_server_that_does_not_generate_at_its_start_ends_the_wait_with_the_option(model: Path):
     async with open_server("sglang", model) as (url, silence):
         silence.paths = ("/generate",)
@@ -163,12 +170,12 @@ async def test_an_evaluation_does_not_wait_for_ever_for_the_name_of_a_model():
 
 
 async def test_an_evaluation_of_a_server_has_the_deadlines_of_its_settings(model: Path):
-    config = Config(engine=EngineSection(deadlines=SHORT, generate_timeout_s=7.0))
+    config = Config(engine=EngineSection(deadlines=SHORT, generate_timeout_s=7.0, sync_timeout_s=8.0))
     async with open_server("vllm", model) as (url, _):
         patient = Config(engine=replace(config.engine, deadlines=DeadlinesSection()))
         subject = await trio.to_thread.run_sync(find_subject, url, patient, str(model))
     section = fit_config(config, subject).engine
-    assert (section.deadlines, section.generate_timeout_s) == (SHORT, 7.0)
+    assert (section.deadlines, section.generate_timeout_s, section.sync_timeout_s) == (SHORT, 7.0, 8.0)
 
 
 @asynccontextmanager
@@ -312,10 +319,8 @@ async def test_a_transfer_to_a_fleet_of_which_all_members_die_ends_typed_and_let
             if stage == "known":
                 silence.paths = ("/",)
                 fleet.report_down(engine, "its process ended")
-        begin = trio.current_time()
         with trio.fail_after(PATIENCE_S), pytest.raises(EngineError) as caught:
             await publish_weights(make_backend(2), [fleet], version=2, exports=None, channel=channel)
-        assert trio.current_time() - begin < 40.0
         assert all(engine.name in str(caught.value) for engine in fleet.engines), caught.value
         for silence in silences:
             silence.paths = ()

@@ -112,7 +112,14 @@ class SGLangEngine:
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
         self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
         controls = ServerControls(
-            routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume, routes.sleep, routes.wake_up
+            routes.pause,
+            routes.load_directory,
+            routes.set_label,
+            routes.read_label,
+            routes.resume,
+            routes.sleep,
+            routes.wake_up,
+            self._server.deadlines,
         )
         self.weights = ServerWeights(self._requests, controls, paths, reference, allow_cast=allow_cast)
         self._facts: SGLangServer | None = None

@@ -102,7 +102,14 @@ class VLLMEngine:
             self.name, self._server, "keep" if in_flight == "continue" else "abort", self._is_on_cpu, self._paths
         )
         controls = ServerControls(
-            routes.pause, routes.load_directory, routes.set_label, routes.read_label, routes.resume, routes.sleep, routes.wake_up
+            routes.pause,
+            routes.load_directory,
+            routes.set_label,
+            routes.read_label,
+            routes.resume,
+            routes.sleep,
+            routes.wake_up,
+            self._server.deadlines,
         )
         self.weights = ServerWeights(self._requests, controls, self._paths, reference, allow_cast=allow_cast)
         self._eos_token_ids = frozenset[int]()

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import trio
 
+from rollouts.engines.http.endpoint import Deadlines
 from rollouts.engines.http.requests import RequestsInFlight
 from rollouts.engines.http.samples import label_of
 from rollouts.engines.weights.checkpoint_check import Fingerprint, read_fingerprint
 from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
 
 _CLOSE_S = 10.0  # seconds for resuming a server at the end of its engine's block
+_REPEATS_S = 10.0  # seconds beside a call's own deadline, for its repeats: the call's own error, with the address, comes first
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class ServerControls:
     resume: Callable[[], Awaitable[None]]
     sleep: Callable[[], Awaitable[None]]  # called while no request of this client runs
     wake_up: Callable[[], Awaitable[None]]
+    deadlines: Deadlines = field(default_factory=Deadlines)  # sync_s bounds wake_up and restoring, control_s resume, however often repeated
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,12 @@ class WeightTransaction:
         *,
         version: int = 0,
         served: ServedDirectory | None,
-        cleanup_s: float = 60.0,
     ) -> None:
         """
         Args:
             requests: requests of the engine; held while an update runs.
             version: version of the server's current weights.
             served: directory of the server's current weights; None = unknown, or in no directory.
-            cleanup_s: seconds for restoring, and for resuming, after a failed or cancelled update.
         """
         self.version = version  # last confirmed version
         self._name = requests.name
@@ -70,7 +71,6 @@ class WeightTransaction:
         requests.note_confirmed(version)
         self._controls = controls
         self._served = served
-        self._cleanup_s = cleanup_s
         self._lock = trio.Lock()
         self._is_paused = False  # paused by the user
         self._is_asleep = False
@@ -170,7 +170,7 @@ class WeightTransaction:
     async def _wake_up(self) -> None:
         with trio.CancelScope(shield=True):
             try:
-                with _raise_timeout(self._cleanup_s):
+                with self._limit("sync_s"):
                     await self._controls.wake_up()
                     if self._is_paused:  # waking up has resumed it
                         await self._controls.pause()
@@ -246,7 +246,7 @@ class WeightTransaction:
             return
         with trio.CancelScope(shield=True):
             try:
-                with _raise_timeout(self._cleanup_s):
+                with self._limit("control_s"):
                     await self._controls.resume()
             except EngineError as error:
                 self._requests.mark_unusable(f"after a weight update the server could not be resumed and may still be paused ({error})")
@@ -258,7 +258,7 @@ class WeightTransaction:
             if is_loading:
                 self._is_unknown, reason = True, "it was interrupted"
                 try:
-                    with _raise_timeout(self._cleanup_s):
+                    with self._limit("sync_s"):
                         await self._restore()
                     self._is_unknown = False
                     self._requests.mark_usable()
@@ -280,6 +280,11 @@ class WeightTransaction:
                 return f"It has the weights that it had before, but could not be resumed ({error})"
         return "It goes on with the weights that it had before"
 
+    def _limit(self, deadline: Literal["sync_s", "control_s"]) -> AbstractContextManager[None]:
+        """Bound a block that may not be cancelled by a deadline and a few repeats. Raises EngineTimeout, with the deadline's name."""
+        deadlines = self._controls.deadlines
+        return _raise_timeout(getattr(deadlines, deadline) + _REPEATS_S, f": the server hangs, or {deadlines.name(deadline)} is too short")
+
     async def _restore(self) -> None:
         served = self._served
         if served is None:
@@ -299,9 +304,9 @@ async def _timed(seconds: dict[str, float], name: str, step: Callable[[], Awaita
 
 
 @contextmanager
-def _raise_timeout(seconds: float) -> Generator[None]:
+def _raise_timeout(seconds: float, reason: str = "") -> Generator[None]:
     try:
         with trio.fail_after(seconds):
             yield
     except trio.TooSlowError as error:
-        raise EngineTimeout(f"it took longer than {seconds:g} s") from error
+        raise EngineTimeout(f"it took longer than {seconds:g} s{reason}") from error
