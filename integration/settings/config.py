@@ -261,8 +261,7 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
         if teacher.is_given:
             option = next(name for name in ("path", "url", "each", "context") if getattr(teacher, name))
             raise ConfigError(
-                f"--teacher.{option} is given, but rl.algorithm {name!r} has no teacher: add --algorithm opd or gkd, or leave --teacher "
-                "options out"
+                f"--teacher.{option} is given, but rl.algorithm {name!r} has no teacher: add --algorithm opd or gkd, or leave it out"
             )
         return
     if not teacher.is_given:
