@@ -117,7 +117,7 @@ class Answerer:
                 ]
                 session.tape.note(self._ask(prepared), plan, noted)
         except BaseException:
-            session.forget(answer.number for answer, _ in answers)
+            session.forget({answer.number for answer, _ in answers} | {number for number in numbers if number is not None})
             raise
         return Answered(id=name, created=int(time.time()), replies=tuple(reply for _, reply in answers))
 

@@ -220,6 +220,7 @@ class Gateway:
             with refuse_faults():
                 request = dialect.read(parse_body(http.body))
             session = self._find_session(key, is_named)
+            session.used_at = trio.current_time()  # also where no engine is asked
             with refuse_faults(session):
                 return await self._reply(dialect, session, request)
         except Refusal as refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,10 +17,12 @@ from ledgers import LedgerEngine, check_same
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError, ReplayError
 from rollouts.gateway import GatewayConfig, create_agent_generate_fn, open_gateway
+from rollouts.gateway.cassettes.differences import describe_difference
+from rollouts.gateway.cassettes.exchanges import USUAL, Asked, Exchange, RecordedAnswer
 from rollouts.gateway.cassettes.reader import read_cassette
 from rollouts.gateway.known_texts import KnownTexts
 from rollouts.testing import random_answer
-from rollouts.types import KeptTokens, Prompt, RoutedExperts, SamplingParams
+from rollouts.types import Completion, KeptTokens, Message, Prompt, RoutedExperts, SamplingParams
 
 TOKENIZER = create_char_tokenizer()
 
@@ -132,6 +135,62 @@ async def test_another_template_is_told_from_another_harness(tmp_path):
             await chat(client, gateway.url("a"), [user("x")])
 
 
+async def test_a_whole_number_in_the_sampling_is_the_same_number(tmp_path):
+    path, messages = tmp_path / "a.jsonl", [user("x")]
+    whole, real = SamplingParams(max_tokens=4, temperature=1, top_p=1, min_p=0), SamplingParams(max_tokens=4)
+    async with open_gateway(LedgerEngine(), TOKENIZER, record=path, params=whole) as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), messages)
+    path.write_text(path.read_text().replace('"sampling": {', '"sampling": {"temperature": 1, '))  # as another program writes it
+    for params in (whole, real):
+        async with open_gateway((), TOKENIZER, cassette=path, params=params) as gateway, httpx.AsyncClient() as client:
+            await chat(client, gateway.url("a"), messages)
+            assert gateway.find_difference("a") is None
+
+
+def test_a_difference_that_counts_for_the_key_is_named_and_not_the_tools():
+    recorded = Asked(messages=(Message(role="user", content="x"),), sampling={**USUAL, "seed": 1})
+    answer = RecordedAnswer.create(0, Message(role="assistant"), "", Completion(
+        request_id="", input_tokens=(1,), output_tokens=(1,), output_log_probs=(0.0,), output_versions=(0,), finish_reason="stop"
+    ))  # fmt: skip
+    exchange = Exchange(asked=recorded, extends=None, begins_context=True, given=(1,), answers=(answer,))
+    asked = replace(recorded, sampling={**recorded.sampling, "seed": True})
+    assert asked.find_key() != recorded.find_key()
+    assert describe_difference(asked, [exchange]) == "seed is True, in the recording 1"
+
+
+async def test_a_played_answer_that_its_client_did_not_get_is_played_again(tmp_path):
+    path, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+
+    async def ask(url, client):
+        messages = [user("x")]
+        messages += [(await chat(client, url, messages, n=2))[1], user("y")]
+        await chat(client, url, messages)
+
+    recorded, _ = await run(LedgerEngine(random_answer()), record=path, harness=ask)
+    async with open_gateway((), TOKENIZER, cassette=path, record=second) as gateway, httpx.AsyncClient() as client:
+        await chat(client, gateway.url("a"), [user("x")], n=2)
+        gateway.sessions["a"].forget([0, 1])  # as the server does when a client has left
+        assert "2 recorded requests were not sent" in gateway.find_difference("a")
+        await ask(gateway.url("a"), client)
+        assert gateway.find_difference("a") is None
+        assert gateway.take_samples("a") == recorded
+    assert read_cassette(second) == read_cassette(path)
+
+
+async def test_an_answer_from_the_recording_is_a_use_of_its_session(tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    async def ask(url, client):
+        await chat(client, url, [user("x")])
+
+    await run(LedgerEngine(), record=path, harness=ask)
+    async with open_gateway((), TOKENIZER, cassette=path) as gateway, httpx.AsyncClient() as client:
+        session = gateway.open_session("a")
+        session.used_at -= 100
+        await ask(gateway.url("a"), client)
+        assert trio.current_time() - session.used_at < 50
+
+
 async def test_an_answer_that_no_client_got_is_no_part_of_the_recording(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     async with open_gateway(LedgerEngine(random_answer()), TOKENIZER, record=path) as gateway, httpx.AsyncClient() as client:
@@ -202,6 +261,14 @@ async def test_damaged_files_are_errors_that_name_the_line(tmp_path):
         return json.dumps({**line, **changes})
 
     (answer,) = line["answers"]
+    num, first = len(answer["tokens"]), json.loads(lines[1])
+
+    def change_answer(**changes):
+        return damage(answers=[{**answer, **changes}])
+
+    def change_request(**changes):
+        return json.dumps({**first, "request": {**first["request"], **changes}})
+
     damages = [
         ([*lines[:2], "{"], "line 3: it is not JSON"),
         (["[]"], "line 1: the line is"),
@@ -217,6 +284,27 @@ async def test_damaged_files_are_errors_that_name_the_line(tmp_path):
         ([*lines[:2], damage(answers=[{**answer, "kept_tokens": {"data": "", "counts": [9]}}])], "line 3: kept_tokens cannot"),
         ([*lines[:2], damage(request={"sampling": {}})], "line 3: the request has not one of"),
         ([*lines[:2], damage(session=None)], "line 3: session is None, expected a text"),
+        ([*lines[:2], damage(take=-1)], "line 3: take is -1"),
+        ([json.dumps({"format": "rollouts.gateway.cassette", "version": True})], "line 1: format and version"),
+        ([lines[0], change_request(tools=5)], "line 2: tools is 5, expected a list"),
+        ([lines[0], change_request(sampling={"temperature": "1"})], "line 2: sampling.temperature has or is '1'"),
+        ([lines[0], change_request(sampling={"max_tokens": 1.5})], "line 2: sampling.max_tokens is 1.5"),
+        ([lines[0], change_request(sampling={"heat": 1})], "line 2: sampling has 'heat'"),
+        ([lines[0], change_request(sampling={"n": 2})], "line 2: there are 1 answers to a request with n = 2"),
+        ([*lines[:2], change_answer(log_probs=[10**400] * num)], "line 3: log_probs has or is 1000.*, expected a finite number"),
+        ([*lines[:2], change_answer(log_probs=[0.1] * num)], "line 3: log_probs has or is 0.1"),
+        ([*lines[:2], change_answer(log_probs=[float("nan")] * num)], "line 3: it has NaN"),
+        ([*lines[:2], change_answer(temperature=float("nan"))], "line 3: it has NaN"),
+        ([*lines[:2], change_answer(temperature=0)], "line 3: temperature is 0"),
+        ([*lines[:2], change_answer(temperature=10**400)], "line 3: temperature has or is 1000"),
+        ([*lines[:2], change_answer(number=-1)], "line 3: number is -1"),
+        ([*lines[:2], change_answer(message={"role": "assistant", "tool_calls": [{"function": "f"}]})], "line 3: function is 'f'"),
+        ([*lines[:2], change_answer(kept_tokens={"data": "", "counts": [0] * (num + 1)})], "line 3: kept_tokens has"),
+        ([*lines[:2], change_answer(kept_tokens={"data": "", "counts": [0.0]})], "line 3: kept_tokens has a number"),
+        (
+            [*lines[:2], change_answer(routed_experts={"data": "AAA=", "num_routers": 1, "top_k": 1})],
+            "line 3: routed_experts has 1 entries",
+        ),
     ]
     for wrong, told in damages:
         path.write_text("\n".join(wrong) + "\n")

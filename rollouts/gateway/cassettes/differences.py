@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from rollouts.gateway.cassettes.exchanges import Asked, Exchange
@@ -28,9 +29,10 @@ def describe_difference(asked: Asked, unplayed: Sequence[Exchange]) -> str:
     if found != told:
         more, of = (asked, "the recorded request has not") if found > told else (recorded, "the recorded request has in addition")
         return f"messages[{min(found, told)}] is {_show(more.messages[min(found, told)])}, which {of}"
-    for name in recorded.sampling:
-        if asked.sampling.get(name) != recorded.sampling[name]:
-            return f"{name} is {asked.sampling.get(name)!r}, in the recording {recorded.sampling[name]!r}"
+    for name in {**recorded.sampling, **asked.sampling}:
+        wanted, wrote = asked.sampling.get(name), recorded.sampling.get(name)
+        if json.dumps(wanted) != json.dumps(wrote):  # as find_key compares them: 1 and true are two values
+            return f"{name} is {wanted!r}, in the recording {wrote!r}"
     return f"tools are {list(asked.tools)!r:.300}, in the recording {list(recorded.tools)!r:.300}"
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from rollouts.gateway.requests import MessageKey, make_key
 from rollouts.types import Completion, FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
@@ -140,7 +140,16 @@ class Exchange:
 
 def describe_sampling(params: SamplingParams, seed: int | None, n: int) -> Mapping[str, Any]:
     """Return the sampling of a request as plain JSON values: parameters by name, the seed that it asks for, and its number of answers."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()} | {"seed": seed, "n": n}
+    return normalise_sampling(asdict(params)) | {"seed": seed, "n": n}
+
+
+def normalise_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling in plain JSON values of the types of its fields: a temperature of 1 is 1.0, whoever wrote it."""
+    plain = {name: list(cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value for name, value in values.items()}
+    return plain | {name: float(value) for name, value in plain.items() if name in _REALS and type(value) is int}
+
+
+_REALS = frozenset(name for name, value in asdict(SamplingParams()).items() if isinstance(value, float))
 
 
 USUAL: Mapping[str, Any] = MappingProxyType(dict(describe_sampling(SamplingParams(), None, 1)))

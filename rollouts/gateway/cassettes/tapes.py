@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,13 @@ class Tape:
     def __init__(self, session: str, take: int, cassette: Cassette, file: Path | None) -> None:
         self.difference: str | None = None  # first difference between the session and its recording
         self._session, self._take, self._file = session, take, file
-        self._unplayed: dict[tuple[Any, ...], deque[Exchange]] = {}
+        self._unplayed: dict[tuple[Any, ...], list[Exchange]] = {}
         self._is_known, self._names = (session, take) in cassette, sorted({name for name, _ in cassette})
         self._noted: set[int] = set()
+        self._played: dict[int, Exchange] = {}  # by the number of the answer
         exchanges = cassette.get((session, take), ())
         for exchange in exchanges:
-            self._unplayed.setdefault(exchange.asked.find_key(), deque()).append(exchange)
+            self._unplayed.setdefault(exchange.asked.find_key(), []).append(exchange)
         self.first_free = 1 + max((answer.number for exchange in exchanges for answer in exchange.answers), default=-1)
 
     def play(self, asked: Asked, plan: Plan) -> Sequence[RecordedAnswer] | None:
@@ -68,6 +69,7 @@ class Tape:
             self._note_difference(describe_tokens(plan.given, found[0].given))
             return None
         found.remove(exchange)
+        self._played |= {answer.number: exchange for answer in exchange.answers}
         return exchange.answers
 
     def note(self, asked: Asked, plan: Plan, answers: Sequence[RecordedAnswer]) -> None:
@@ -84,8 +86,16 @@ class Tape:
         append_text(self._file, exchange.to_line(self._session, self._take, plan.num_known))
         self._noted.update(answer.number for answer in answers)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Write that clients did not get these answers. Raises OutputError."""
+    def forget(self, numbers: Collection[int]) -> None:
+        """Write that clients did not get these answers, and put those that were played back. Raises OutputError."""
+        for number in numbers:
+            exchange = self._played.pop(number, None)
+            if exchange is not None:
+                for answer in exchange.answers:
+                    self._played.pop(answer.number, None)
+                found = self._unplayed[exchange.asked.find_key()]
+                found.append(exchange)
+                found.sort(key=_first_number)
         lost = sorted(self._noted & set(numbers))
         if lost and self._file is not None:
             self._noted -= set(lost)
@@ -95,7 +105,7 @@ class Tape:
         """Return the first difference between the session and its recording, a request that was not sent included; None = there is none."""
         if self.difference is not None:
             return self.difference
-        left = sorted((one for found in self._unplayed.values() for one in found), key=lambda one: one.answers[0].number)
+        left = sorted((one for found in self._unplayed.values() for one in found), key=_first_number)
         if not left:
             return None
         first = left[0].answers[0].number
@@ -141,6 +151,10 @@ def find_engines(engines: Sequence[InferenceEngine], config: GatewayConfig) -> S
     if not engines and config.cassette is None:
         raise ConfigError("there are no engines to sample with (found 0): pass at least one, or a recording (GatewayConfig.cassette)")
     return engines or (AbsentEngine(),)
+
+
+def _first_number(exchange: Exchange) -> int:
+    return exchange.answers[0].number
 
 
 def _begin_file(path: Path) -> None:
