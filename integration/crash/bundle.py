@@ -22,7 +22,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -201,12 +200,3 @@ def _build(kind: type[Any], plain: Mapping[str, Any], tensors: Mapping[str, Tens
 def same_number(one: float, other: float) -> bool:
     """Whether two numbers are equal to the bit; NaN is equal to NaN."""
     return one == other or (one != one and other != other)
-
-
-def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal to the bit; NaN is equal to NaN."""
-    return (
-        one.shape == other.shape
-        and bool(((one == other) | (one.isnan() & other.isnan())).all() if one.numel() else True)
-        and (torch.is_floating_point(one) == torch.is_floating_point(other))
-    )

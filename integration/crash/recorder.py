@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,15 @@ class RecordedUpdate:
     metrics: Mapping[str, float] | None = None  # None = it raised
 
 
-def count_bytes(batch: TrainBatch) -> int:
-    """Return the bytes of the tensors of a batch."""
-    return sum(value.nbytes for value in vars(batch).values() if isinstance(value, Tensor))
+def count_bytes(batch: object) -> int:
+    """Return the bytes of the tensors of a batch, those of its nested columns included."""
+    if isinstance(batch, Tensor):
+        return batch.nbytes
+    return (
+        sum(count_bytes(getattr(batch, field.name)) for field in fields(batch))
+        if is_dataclass(batch) and not isinstance(batch, type)
+        else 0
+    )
 
 
 class UpdateRecorder:

@@ -12,20 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 import trio
 from torch import Tensor
 
-from integration.crash.bundle import CrashBundle, read_bundle, same_number, same_tensor
+from integration.crash.bundle import CrashBundle, read_bundle, same_number
 from integration.crash.parts import create_loss, create_replayed_backend, find_weights, read_settings
 from integration.crash.recorder import RecordedCall, RecordedUpdate
 from integration.crash.watch import describe_machine, describe_versions
 from integration.settings.config import Config
 from rollouts.backends.pytorch.files import restore_random_state
 from rollouts.checks import find_non_finite
-from rollouts.data.filters import find_bad_log_probs, find_empty_answers
+from rollouts.config import BadNumbers
+from rollouts.data.filters import find_bad_log_probs, find_empty_answers, refuse_all_masked, sift_rows
 from rollouts.errors import BadNumberError, make_safe
 from rollouts.models.loading import find_device_name
 from rollouts.training.rollout_batch import select_log_probs
@@ -33,6 +35,7 @@ from rollouts.training.steps import find_trained_rows, submit_forward
 from rollouts.types import LossFn, TrainBatch
 
 EXIT_DIFFERS = 3
+_BAD_ROWS = MappingProxyType({"log_prob": find_bad_log_probs, "empty_answer": find_empty_answers})
 TOLERANCE = 1e-3
 """Relative difference up to which numbers of the FSDP backend count as the same on one process, without it: its sums have another order."""
 _MOST_NAMED = 5
@@ -44,20 +47,21 @@ class Compared:
 
     name: str
     recorded: float
-    replayed: float
+    replayed: float | None  # None = the replay has no such number
 
     @property
     def is_equal(self) -> bool:
         """Whether both are equal to the bit."""
-        return same_number(self.recorded, self.replayed)
+        return self.replayed is not None and same_number(self.recorded, self.replayed)
 
     @property
     def difference(self) -> float:
-        """Relative difference; 0 of equal numbers, infinity if one alone is not finite."""
+        """Relative difference; 0 of equal numbers, infinity if unequal ones are not both finite, or one is missing."""
         if self.is_equal:
             return 0.0
-        scale = max(abs(self.recorded), abs(self.replayed))
-        return abs(self.recorded - self.replayed) / scale if math.isfinite(scale) else math.inf
+        if self.replayed is None or not (math.isfinite(self.recorded) and math.isfinite(self.replayed)):
+            return math.inf
+        return abs(self.recorded - self.replayed) / max(abs(self.recorded), abs(self.replayed))
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ async def replay_updates(backend: Any, loss: LossFn, bundle: CrashBundle) -> Rep
         except BadNumberError as error:
             message, kind, numbers = str(error), error.kind, error.numbers
         recorded = bundle.numbers if update.metrics is None else update.metrics
-        compared += [Compared(f"{of}{name}", value, numbers.get(name, math.nan)) for name, value in recorded.items()]
+        compared += [Compared(f"{of}{name}", value, numbers.get(name)) for name, value in recorded.items()]
         if kind:
             if kind == "parameter" and (bad := _name_bad(_list_parameters(backend))):
                 findings.append(f"{of}after the update, parameter {bad}")
@@ -146,7 +150,7 @@ async def _repeat_calls(backend: Any, loss: LossFn, update: RecordedUpdate, of: 
             if watch is not None:
                 watch.close()
         recorded = call.metrics if isinstance(call.metrics, Mapping) else {}
-        compared += [Compared(f"{name}: {key}", value, metrics.get(key, math.nan)) for key, value in recorded.items()]
+        compared += [Compared(f"{name}: {key}", value, metrics.get(key)) for key, value in recorded.items()]
         findings += await _explain_loss(backend, call, name, metrics["loss"], watch)
     return compared
 
@@ -192,20 +196,47 @@ def _name_bad(tensors: Sequence[tuple[str, Tensor]]) -> str:
     return f"{', '.join(names[:_MOST_NAMED])}{more} (of {len(tensors)})"
 
 
-async def replay_rows(backend: Any, batch: TrainBatch, bundle: CrashBundle, max_tokens: int) -> Replayed:
-    """Look at a batch that was refused before its update, and compute the policy's own log-probs of it again."""
-    bad = {"log_prob": find_bad_log_probs, "empty_answer": find_empty_answers}
-    rows = bad[bundle.kind](batch).nonzero().flatten().tolist() if bundle.kind in bad else []
-    is_same = bool(rows) if bundle.kind in bad else not find_trained_rows(batch)
-    found = [f"rows {', '.join(map(str, rows))} of {batch.num_rows} have a bad {bundle.kind}"] if rows else []
+async def replay_rows(backend: Any, batch: TrainBatch, bundle: CrashBundle, config: Config) -> Replayed:
+    """Judge a batch that was refused before its update again, and compute the policy's own log-probs of it again."""
+    message, found = _judge_rows(batch, bundle.kind, config.on_bad)
     compared: list[Compared] = []
     if batch.old_log_probs is not None:
-        trained = replace(batch, recorded=None)
+        trained, max_tokens = replace(batch, recorded=None), config.rl.max_tokens_per_microbatch
         column = await submit_forward(backend, trained, select_log_probs, max_tokens_per_microbatch=max_tokens).result()
-        on, own = batch.loss_mask > 0, batch.old_log_probs
-        differing = 0 if same_tensor(column[on], own[on]) else int((~((column == own) | (column.isnan() & own.isnan())) & on).sum())
-        compared.append(Compared("log-probs of the policy that differ from the recorded ones", 0.0, float(differing)))
-    return Replayed(tuple(compared), bundle.message if is_same else "", tuple(found), is_same_end=is_same)
+        compared += compare_columns(batch.old_log_probs, column, batch.loss_mask > 0)
+    return Replayed(tuple(compared), message, found, is_same_end=bool(message))
+
+
+def _judge_rows(batch: TrainBatch, kind: str, policy: BadNumbers) -> tuple[str, tuple[str, ...]]:
+    """Return the message with which a batch is refused, "" if it is accepted, and what is found in it."""
+    if kind not in _BAD_ROWS:
+        try:
+            metrics = {} if find_trained_rows(batch) else refuse_all_masked(policy, "the rollout batch", batch)
+        except BadNumberError as error:
+            return str(error), ()
+        return ("no token of the batch has loss_mask > 0" if metrics else ""), ()
+    bad = _BAD_ROWS[kind](batch)
+    rows = bad.nonzero().flatten().tolist()
+    found = (f"rows {', '.join(map(str, rows))} of {batch.num_rows} have a bad {kind}",) if rows else ()
+    try:
+        sifted, _ = sift_rows(batch, bad, kind, policy)
+    except BadNumberError as error:
+        return str(error), found
+    is_left_out = sifted is None or not find_trained_rows(sifted)
+    return (f"the update of the batch is left out: {len(rows)} of {batch.num_rows} rows have a bad {kind}" if is_left_out else ""), found
+
+
+def compare_columns(recorded: Tensor, replayed: Tensor, on: Tensor) -> list[Compared]:
+    """Compare two columns of log-probs at the tokens of a mask, by the token that differs most; nothing if the mask has none. # [B, T]"""
+    one, other = recorded[on].double(), replayed[on].double()
+    if not one.numel():
+        return []
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    gaps = ((one - other).abs() / torch.maximum(one.abs(), other.abs())).nan_to_num(nan=math.inf).masked_fill(is_same, 0.0)
+    worst = int(gaps.argmax())
+    row, token = on.nonzero()[worst].tolist()
+    name = f"log-prob of the policy at row {row}, token {token}: of {one.numel()} the one that differs most"
+    return [Compared(name, float(one[worst]), float(other[worst]))]
 
 
 def replay(path: Path) -> int:
@@ -231,19 +262,20 @@ def _execute(path: Path, config: Any, bundle: CrashBundle, weights: Path | None,
     if bundle.rows is not None:
         assert isinstance(config, Config), "reward models refuse no rows"
         backend = create_replayed_backend(config, bundle, weights, start)
-        return trio.run(replay_rows, backend, bundle.rows, bundle, config.rl.max_tokens_per_microbatch)
+        return trio.run(replay_rows, backend, bundle.rows, bundle, config)
     loss = create_loss(config, bundle)
     return trio.run(replay_updates, create_replayed_backend(config, bundle, weights, start), loss, bundle)
 
 
 def tell(path: Path, bundle: CrashBundle, result: Replayed, tolerance: float, device: str) -> str:
     """Return the report of a replay."""
-    lines = [f"recorded: {bundle.message}", f"replayed: {result.message or 'the update went through'}", ""]
+    accepted = "the update went through" if bundle.rows is None else "the batch is accepted"
+    lines = [f"recorded: {bundle.message}", f"replayed: {result.message or accepted}", ""]
     width = max((len(one.name) for one in result.compared), default=0)
     lines += [f"{'':{width}}  {'recorded':>24}  {'replayed':>24}"] if result.compared else []
     for one in result.compared:
         same = "equal" if one.is_equal else f"differs by {one.difference:.2g}"
-        lines.append(f"{one.name:{width}}  {one.recorded!r:>24}  {one.replayed!r:>24}  {same}")
+        lines.append(f"{one.name:{width}}  {one.recorded!r:>24}  {'missing' if one.replayed is None else repr(one.replayed):>24}  {same}")
     lines += ["", *(f"not finite: {text}" for text in (*_tell_places(bundle), *result.findings))]
     if bundle.num_processes > 1:
         lines.append(
@@ -255,7 +287,10 @@ def tell(path: Path, bundle: CrashBundle, result: Replayed, tolerance: float, de
               if name != "num_threads" and machine.get(name) != old]  # fmt: skip
     exact = all(one.is_equal for one in result.compared)
     worst = max((one.difference for one in result.compared), default=0.0)
-    if result.is_reproduced(tolerance):
+    if result.is_same_end and not result.compared:
+        end = "the step ends" if bundle.rows is None else "the batch is refused"
+        lines.append(f"reproduced: {end} for the same reason; no number was recorded to compare")
+    elif result.is_reproduced(tolerance):
         lines.append("reproduced, equal to the bit" if exact else f"reproduced; numbers differ by at most {worst:.2g} of their size")
     else:
         lines.append(

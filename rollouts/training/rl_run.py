@@ -376,7 +376,8 @@ class RLRun:
             batch = mask_truncated_rows(batch, samples)
         parity, algorithm = await self._compare(step, batch, rollouts)
         check_sampled_whole(samples, algorithm)  # a corrected algorithm may read log-probs that the configured one does not
-        plan = self._plan_updates(step)
+        left_out = [batch]  # the last one is the batch as it was judged
+        plan = replace(self._plan_updates(step), on_left_out=left_out.append)
         if sifted is not None:
             batch = await self._ask_teacher(batch, samples)
         if parts.record is not None:
@@ -397,7 +398,7 @@ class RLRun:
             )
         )
         metrics = parity | trained | bad
-        self._count_left_out(metrics, batch)
+        self._count_left_out(metrics, left_out[-1])
         if kl_control is not None and "reference_kl" in metrics and not plan.only_critic:
             self._kl_control = update_kl_control(kl_control, metrics["reference_kl"], len(find_trained_rows(batch)))
         summary = summarize_rollouts(rollouts, weight_version=self.served.version)

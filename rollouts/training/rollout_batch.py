@@ -220,6 +220,7 @@ class UpdatePlan:
     # the same numbers up to rounding; False = bit for bit those of each row by itself
     record: RecordRequest | None = None  # request for what the updates see of some rows; its call is waited for
     bad_numbers: BadNumbers = field(default_factory=BadNumbers)  # policy for log_prob and all_masked
+    on_left_out: Callable[[TrainBatch], None] | None = None  # called with the filled batch whose update is left out for its log-probs
 
 
 async def train_on_rollouts(
@@ -272,6 +273,8 @@ async def train_on_rollouts(
     )
     sifted, bad = sift_rows(batch, find_bad_log_probs(batch), "log_prob", plan.bad_numbers, samples)
     if sifted is None or not find_trained_rows(sifted):
+        if plan.on_left_out is not None:
+            plan.on_left_out(batch)
         return describe_left_out() | bad
     batch = sifted
     batch, metrics = _estimate(replace(batch, dropout=plan.dropout), algorithm, plan.kl_coef, samples)

@@ -21,15 +21,17 @@ from integration.crash import bundle as bundles
 from integration.crash import replay as replays
 from integration.crash import watch
 from integration.crash.bundle import describe_function, find_places, read_bundle
-from integration.crash.recorder import UpdateRecorder
+from integration.crash.recorder import UpdateRecorder, count_bytes
+from integration.crash.replay import Compared, compare_columns
 from integration.train import main
 from integration.train_reward_model import main as train_reward_model
 from integration.verify.check_run import check_run
 from rollouts.algorithms.losses import policy_loss, sft_loss
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.errors import BadNumberError
+from rollouts.training import rollout_batch
 from rollouts.training.checkpoints import list_checkpoints
-from rollouts.types import RewardComponents, TrainBatch, TurnLevels, Turns
+from rollouts.types import KeptSets, RewardComponents, TrainBatch, TurnLevels, Turns
 
 RUN = """
 import sys
@@ -183,7 +185,7 @@ def test_a_replay_that_forgets_the_random_state_is_another_number(capsys, tmp_pa
     assert (status, "NOT reproduced: numbers differ by up to" in told) == (replays.EXIT_DIFFERS, True), told
 
 
-def test_a_batch_that_was_refused_before_its_update_is_kept_with_its_log_probs(capsys, tmp_path: Path, own: list[str]):
+def test_a_batch_that_was_refused_before_its_update_is_refused_again(capsys, tmp_path: Path, own: list[str], monkeypatch):
     stop = ["--on-bad.all-masked", "stop", "--rl.mask-truncated"]
     path, error = crash(capsys, tmp_path / "run", *RL, *own[:2], "--generation.max-tokens", "1", *stop)
     assert "no token with loss_mask > 0" in error
@@ -191,8 +193,46 @@ def test_a_batch_that_was_refused_before_its_update_is_kept_with_its_log_probs(c
     assert bundle.rows is not None and bundle.rows.num_rows == 6 and bundle.updates == ()
     status, told = replay(capsys, path)
     assert status == 0, told
+    assert "recorded: the rollout batch has no token" in told and "replayed: the rollout batch has no token" in told
+    assert told.splitlines()[-1] == "reproduced: the batch is refused for the same reason; no number was recorded to compare"
+    trained = read_bundle(path).rows
+    monkeypatch.setattr(
+        replays, "read_bundle", lambda path: replace(bundle, rows=replace(trained, loss_mask=torch.ones_like(trained.loss_mask)))
+    )
     status, told = replay(capsys, path)
-    assert "recorded: the rollout batch has no token" in told
+    assert (status, "replayed: the batch is accepted" in told) == (replays.EXIT_DIFFERS, True), told
+
+
+def test_steps_left_out_for_their_log_probs_are_kept_with_these(capsys, tmp_path: Path, own: list[str], monkeypatch):
+    fill = rollout_batch.fill_columns
+
+    async def spoil(batch, *args, **kwargs):
+        batch = await fill(batch, *args, **kwargs)
+        return replace(batch, ref_log_probs=torch.where(torch.arange(batch.num_rows)[:, None] == 4, -torch.inf, 0.0 * batch.loss_mask))
+
+    monkeypatch.setattr(rollout_batch, "fill_columns", spoil)
+    skip = "--on-bad.log-prob skip --on-bad.max-skipped 2 --rl.num-minibatches 2 --rl.algorithm recomputed(grpo())".split()
+    path, error = crash(capsys, tmp_path / "run", *RL, *own[:2], *skip)
+    assert "the updates of 2 steps in a row were left out for bad rows (num_bad_log_prob" in error
+    status, told = replay(capsys, path)
+    assert (status, told.splitlines()[-1]) == (0, "reproduced, equal to the bit"), told
+    assert "replayed: the update of the batch is left out: 1 of 6 rows have a bad log_prob" in told and "rows 4 of 6" in told
+
+
+def test_numbers_that_are_missing_or_not_finite_are_told_as_different():
+    nan, inf = float("nan"), float("inf")
+    found = [Compared("x", *pair).difference for pair in ((nan, nan), (nan, None), (1.0, nan), (inf, inf), (inf, 1.0), (2.0, 1.0))]
+    assert found == [0.0, inf, inf, 0.0, inf, 0.5]
+
+
+def test_columns_are_compared_by_the_token_that_differs_most():
+    one, on = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, float("nan"), 0.0]]), torch.tensor([[True, True, True], [True, True, False]])
+    other = one + torch.tensor([[0.0, 0.25, 0.25], [0.5, 0.0, 9.0]])
+    (found,) = compare_columns(one, other, on)
+    assert found.name.startswith("log-prob of the policy at row 0, token 1: of 5 ")
+    assert (found.recorded, found.replayed, found.difference) == (-2.0, -1.75, 0.125)
+    assert compare_columns(one, one, on)[0].is_equal
+    assert compare_columns(one, other, on & False) == []
 
 
 def test_a_critic_has_a_bundle_of_its_own(capsys, tmp_path: Path, own: list[str]):
@@ -358,7 +398,7 @@ def test_every_part_of_a_batch_comes_back_from_its_files(tmp_path: Path):
     assert found.turns.levels is not None and found.reward_components.names == ("a",)
     again: dict[str, torch.Tensor] = {}
     assert bundles._flatten(found, again, "0.") == plain and again.keys() == tensors.keys()
-    assert all(bundles.same_tensor(again[name], x) and again[name].dtype == x.dtype for name, x in tensors.items())
+    assert all(torch.equal(again[name].nan_to_num(7), x.nan_to_num(7)) and again[name].dtype == x.dtype for name, x in tensors.items())
     assert find_places(batch) == [{"column": "rewards", "row": 1}]
     spoiled = replace(batch, advantages=torch.full((2, 3), float("inf")))
     assert [(p["row"], p["token"]) for p in find_places(spoiled) if p["column"] == "advantages"] == [(0, 1), (0, 2), (1, 1)]
@@ -369,6 +409,11 @@ def test_functions_are_described_alike_in_every_process():
     found = describe_function(partial(policy_loss, surrogate=partial(sft_loss, low=0.2)))
     assert found == "rollouts.algorithms.losses.policy_loss(surrogate=rollouts.algorithms.losses.sft_loss(low=0.2))"
     assert " at 0x" not in describe_function(partial(sft_loss, x=object()))
+
+
+def test_the_bytes_of_a_batch_are_those_of_its_nested_columns_too():
+    sets = KeptSets(ids=torch.zeros(1000, dtype=torch.int32), starts=torch.zeros(2, 3, dtype=torch.int64), counts=torch.ones(2, 3).long())
+    assert count_bytes(make_batch(kept=sets)) - count_bytes(make_batch()) == 4000 + 2 * 48
 
 
 class Counting:
