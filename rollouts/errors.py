@@ -42,11 +42,18 @@ from types import FrameType
 # control characters except newline and tab, and characters that turn the direction of text: foreign text must not steer a terminal
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+
+def _hide_query(match: re.Match[str]) -> str:
+    return f"{match[1]}{match[2]}***" if match[2] else match[0]
+
+
+# each pattern takes one pass over any text: a scheme is seen by its end, an address without a query is passed over as a whole, and the
+# word in a name is looked for once
 _SECRETS = (
     # user and password in an address, then its query and fragment; an address that was taken for a path has one slash
-    (re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2})[^\s/?#]*@", re.I), r"\1***@"),
-    (re.compile(r"(\b[a-z][a-z0-9+.-]+:/{1,2}[^\s?#'\"]*[?#])[^\s'\"]+", re.I), r"\1***"),
-    (re.compile(r"([?&][\w.-]*(?:key|token|secret|passw|sig|auth)[\w.-]*=)[^\s&#'\"]+", re.I), r"\1***"),
+    (re.compile(r"((?<=[a-z0-9+.-]{2}):/{1,2})[^\s/?#]*@", re.I), r"\1***@"),
+    (re.compile(r"((?<=[a-z0-9+.-]{2}):/{1,2}[^\s?#'\"]*+)(?:([?#])[^\s'\"]+)?", re.I), _hide_query),
+    (re.compile(r"([?&](?=[\w.-]*?(?:key|token|secret|passw|sig|auth))[\w.-]*+=)[^\s&#'\"]+", re.I), r"\1***"),
     (re.compile(r"(--?(?:[\w.]*\.)?(?:api[-_]?key|hf[-_]token|password)(?:=|[ ,'\"]+))[^\s'\",-][^\s'\",]*", re.I), r"\1***"),
     (re.compile(r"(\bbearer\s+)[\w.~+/=-]{12,}", re.I), r"\1***"),
 )

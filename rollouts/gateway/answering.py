@@ -83,9 +83,12 @@ class Answerer:
 
     def _check_places(self, n: int) -> None:
         waiting = self._num_asked - self._config.max_in_flight
-        if waiting >= 0 and waiting + n > self._config.max_waiting:
+        if self._num_asked and waiting + n > self._config.max_waiting:  # a request that would never fit is served where nothing else is
             raise Refusal(
-                429, f"{waiting} completions are waiting already (GatewayConfig.max_waiting); try again later", code="too_many_requests"
+                429,
+                f"{max(waiting, 0)} completions are waiting already, and {n} more would exceed GatewayConfig.max_waiting "
+                f"({self._config.max_waiting}); try again later",
+                code="too_many_requests",
             )
 
     async def answer(self, session: Session, prepared: Prepared) -> Answered:

@@ -43,7 +43,8 @@ class GatewayConfig:
     record: Path | str | None = None  # new file to record sessions into, those of `cassette` included; None = none
     idle_s: float | None = None  # seconds without a request after which a session is forgotten with its answers; None = never
     max_in_flight: int = 1024  # completions that the engines work on at once; further requests wait
-    max_waiting: int = 4096  # completions that may wait; further ones get status 429
+    # completions that may wait; a request whose answers (n) would be more gets status 429, except where the gateway has nothing else to do
+    max_waiting: int = 4096
     timeout_s: float | None = 600.0  # seconds for a request, waiting included, then it gets status 504; None = no limit
     ping_s: float = 10.0  # seconds after which a stream that has no answer yet sends a comment, again and again
     max_body_bytes: int = 64 * 2**20  # largest body of a request; larger ones get status 413

@@ -433,6 +433,35 @@ async def test_too_many_requests_wait_or_are_refused_and_late_ones_end():
     assert Counter(found) == {429: 3, 504: 5}
 
 
+async def test_all_answers_to_a_request_count_for_the_places_except_where_nothing_else_is_asked():
+    engine = FakeEngine(seconds_per_token=60.0)
+    async with open_gateway(engine, TOKENIZER, max_in_flight=2, max_waiting=1) as gateway, httpx.AsyncClient() as client:
+
+        async def request(key, n):
+            return await ask(client, gateway.url(key), [user("x")], n=n)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(request, "a", 1)
+            await wait_for(lambda: len(engine.pending_requests) == 1)
+            status, body = await request("b", 3)  # one place with the engine and one that waits
+            assert status == 429 and "0 completions are waiting already, and 3 more" in json.dumps(body)
+            nursery.start_soon(request, "c", 2)
+            await wait_for(lambda: gateway.count()["num_requests"] == 2)
+            assert (await request("d", 1))[0] == 429
+            nursery.cancel_scope.cancel()
+        await wait_for(lambda: not engine.pending_requests)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(request, "e", 9)
+            await wait_for(lambda: len(engine.pending_requests) == 2)
+            nursery.cancel_scope.cancel()
+
+
+async def wait_for(is_so):
+    with trio.fail_after(60):
+        while not is_so():
+            await trio.sleep(0.005)
+
+
 async def test_a_client_that_leaves_cancels_its_request_and_nothing_is_recorded():
     engine = LedgerEngine(random_answer(), seconds_per_token=0.2)
     async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
@@ -549,20 +578,31 @@ async def test_a_template_that_cannot_be_used_is_an_error_at_the_start():
             pass
 
 
-async def leave(client, url, messages, chance):
-    """Ask, and hang up at some time of the request."""
-    with trio.move_on_after(0.01 + chance.random() * 0.02):
-        answer = client.stream("POST", f"{url}/chat/completions", json={"messages": messages}, timeout=60)
-        async with answer:
+async def leave(client, gateway, key, messages, chance):
+    """Ask, and hang up at some time after the request has arrived."""
+
+    def count():
+        return gateway.sessions[key].counts["num_requests"] if key in gateway.sessions else 0
+
+    async def ask_and_wait():
+        async with client.stream("POST", f"{gateway.url(key)}/chat/completions", json={"messages": messages}, timeout=60):
             pass
 
+    before = count()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_and_wait)
+        await wait_for(lambda: count() > before)
+        await trio.sleep(chance.choice((0, 0.005, 0.02)))
+        nursery.cancel_scope.cancel()
 
-async def play(client, url, chance, got):
+
+async def play(client, gateway, key, chance, got):
     """A program that retries, edits its history, branches and hangs up at random. got: texts that it received."""
+    url = gateway.url(key)
     messages = [user(f"q{chance.randrange(10)}")]
     for _ in range(chance.randint(1, 4)):
         if chance.random() < 0.25:  # leaves early, and asks again
-            await leave(client, url, messages, chance)
+            await leave(client, gateway, key, messages, chance)
         replies = await chat(client, url, messages, n=2 if chance.random() < 0.1 else 1)
         got += [reply["content"] for reply in replies]
         if chance.random() < 0.15:
@@ -586,7 +626,7 @@ async def play_sessions(num):
     async def program(k, key):
         async with places[k % 16]:
             client = clients[k % 16]
-            await play(client, gateway.url(key), random.Random(key), got[key])
+            await play(client, gateway, key, random.Random(key), got[key])
 
     clients = [httpx.AsyncClient(timeout=60, verify=False) for _ in places]
     async with open_gateway(engine, TOKENIZER) as gateway:

@@ -151,10 +151,23 @@ def test_text_of_others_steers_no_terminal():
         ("--engine.api-key=s3cret", "--engine.api-key=***"),
         ("--engine.api-key-variable MY_KEY --rl.max-tokens-per-microbatch 4096", None),
         ("http://host:8000/v1 and me@example.com, a@b", None),
+        (
+            "http://host/a?b=1#c 'http://host/a#s3cret' http://me:s3@host/?s3cret",
+            "http://host/a?*** 'http://host/a#***' http://***@host/?***",
+        ),
+        ("1.http://me:s3cret@host and " + "a" * 40 + "://me:s3cret@host", "1.http://***@host and " + "a" * 40 + "://***@host"),
+        ("C:/users/me@home http://host/? x", None),
     ],
 )
 def test_credentials_are_taken_out_of_messages_and_nothing_else_is(text: str, expected: str | None):
     assert redact(text) == (text if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    "part", ["a.", "ab:/", "ab://", "ab://x@", "?key", "?key.", "&token=", "-a.", "--api-key ", "bearer ", "http://h?", "@"]
+)
+def test_a_long_text_is_searched_for_credentials_in_one_pass(part: str):
+    redact(part * (2**20 // len(part)))  # one pass takes less than a second; one for each part would take hours
 
 
 def test_what_a_command_ends_with_is_harmless_whatever_raised_it(capsys):
