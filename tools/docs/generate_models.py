@@ -183,8 +183,8 @@ def compare_training(model: Any, trained: Any, rows: Sequence[Sequence[int]]) ->
     return worst, relative
 
 
-async def sample_rows(served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, list[Completion]]:
-    """Return whether the embedded engine decodes with the model's own caches, and completions of the beginnings of rows."""
+async def sample_rows(served: Any, rows: Sequence[Sequence[int]]) -> tuple[str, list[Completion]]:
+    """Return how the embedded engine decodes, by its name in the table, and completions of the beginnings of rows."""
     engine = InProcessEngine(served, eos_token_ids=())
     done: list[Completion] = []
     longest = max(map(len, rows)) // 3
@@ -196,23 +196,26 @@ async def sample_rows(served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool,
     async with engine, trio.open_nursery() as nursery:
         for i in range(len(rows)):
             nursery.start_soon(generate, i)
-    return isinstance(engine._slots, NativeModel), done  # pyright: ignore[reportPrivateUsage]
+    slots = engine._slots  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(slots, NativeModel):
+        return "slots", done
+    return "native caches" if slots.uses_cache else "no caches", done
 
 
-async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]]) -> tuple[bool, float]:
-    """Return whether the embedded engine decodes with the model's own caches, and the largest difference of its log-probs.
+async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]]) -> tuple[str, float]:
+    """Return how the embedded engine decodes, by its name in the table, and the largest difference of its log-probs.
 
     Args:
         model, served: equal models.
     """
-    native, done = await sample_rows(served, rows)
+    decoding, done = await sample_rows(served, rows)
     worst = 0.0
     for completion in done:
         tokens = torch.tensor([*completion.input_tokens, *completion.output_tokens])
         with torch.no_grad():
             expected = read_log_probs(model, tokens)[len(completion.input_tokens) :]
         worst = find_worst(worst, torch.tensor(completion.output_log_probs) - expected)
-    return native, worst
+    return decoding, worst
 
 
 def measure_rounding(family: str) -> Rounding:
@@ -263,10 +266,10 @@ def compare_family(family: str, window: int = WINDOW) -> Row:
     try:
         training = "native rows" if prepare_attention(create()) else "packed"
         log_probs, gradients = compare_training(model, create(), rows)
-        native, engine = trio.run(compare_engine, model, create(), rows)
+        decoding, engine = trio.run(compare_engine, model, create(), rows)
     except RolloutsError as error:
         return Row(family, problem=f"refused: {str(error).splitlines()[0][:160]}")
-    return Row(family, training, "native caches" if native else "slots", log_probs, gradients, engine)
+    return Row(family, training, decoding, log_probs, gradients, engine)
 
 
 def iterate_rows(families: Sequence[str]) -> Iterator[Row]:

@@ -60,6 +60,10 @@ OWN: dict[str, dict[str, Any]] = {  # settings under names of a family's own, or
     "glm_moe_dsa": INDEXED,
     "hy_v4": {"index_topk": 8, "pad_token_id": None},
     "minimax": {"block_size": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bailing_hybrid": {"layer_group_size": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "gemma3n_text": {
         "num_kv_shared_layers": 0,

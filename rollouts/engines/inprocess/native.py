@@ -93,13 +93,13 @@ class NativeModel:
         self._cache_name = find_cache_name(self._decoder)
         self._head = get_output_layer(model)
         self.places: list[tuple[_Cohort, int]] = []  # cohort and row of each slot
-        self._uses_cache = True
+        self.uses_cache = True  # False = the whole sequence is computed for each token
         self.recorder = ExpertRecorder()
         self.experts: Tensor | None = None
         try:
             self._check_rounded()
         except ConfigError as problem:
-            self._uses_cache = False
+            self.uses_cache = False
             self._check_rounded()
             _logger.warning(
                 "%s computes the whole sequence for each token, since its caches cannot be used: %s", type(model).__name__, problem
@@ -115,8 +115,8 @@ class NativeModel:
     def _prefill(self, prompt: Sequence[int]) -> NativePrefix:
         tokens = torch.tensor([list(prompt)], device=self.device)
         with torch.inference_mode():
-            output, experts = self.recorder.run(lambda: self._decoder(input_ids=tokens, use_cache=self._uses_cache))
-            cache = getattr(output, self._cache_name, None) if self._uses_cache else None
+            output, experts = self.recorder.run(lambda: self._decoder(input_ids=tokens, use_cache=self.uses_cache))
+            cache = getattr(output, self._cache_name, None) if self.uses_cache else None
             return NativePrefix(cache, tokens, self.compute_logits(output.last_hidden_state[0, -1]), experts)
 
     def hidden_states(self, tokens: Sequence[int]) -> Tensor:
@@ -177,7 +177,7 @@ class NativeModel:
         """
         if cohort.hidden is not None and cohort.tokens.shape[1] == position + 1:  # an error came behind this step
             return cohort.hidden
-        if self._uses_cache and not cohort.is_whole:
+        if self.uses_cache and not cohort.is_whole:
             cohort.cache = getattr(self._decoder(input_ids=cohort.tokens, use_cache=True), self._cache_name)
         cohort.is_whole = False
         longer = torch.cat([cohort.tokens, tokens[:, None]], dim=1)
@@ -242,7 +242,7 @@ class NativeModel:
             if place == begun + 1:
                 self.move([3], [1], place)  # the second row ends
                 alive = [0, 3, 2]
-            first = place if self._uses_cache else 0
+            first = place if self.uses_cache else 0
             parts = [numbers[cohort, first : place + 1] for cohort in (alive[:1], alive[1:])]
             with choices.replay({(len(part), part.shape[1]): part.flatten() for part in parts}):
                 found += self.decode(rows[alive, place], [place] * len(alive))
