@@ -85,10 +85,11 @@ async def open_weight_channel(
             devices = find_server_devices(section, where, environment)
             opened = open_vllm_ipc(vllm, devices, **common) if vllm else open_shared_memory(sglang, devices, **common)
         elif vllm:
-            opened = open_vllm_group(vllm, device=where, timeout_s=section.deadlines.join_s, **common)
+            opened = open_vllm_group(vllm, device=where, timeout_s=section.deadlines.join_s, option=ENGINE_OPTIONS["join_s"], **common)
         else:
             backend = "gloo" if where.type == "cpu" else "nccl"
             common |= {"master_address": section.weight_sync_address, "timeout_s": section.deadlines.join_s}
+            common["option"] = ENGINE_OPTIONS["join_s"]
             opened = open_weight_group(sglang, backend=backend, device=where, **common)
         channel = await stack.enter_async_context(opened)
         yield channel if fleet is None else FleetChannel(fleet, members, channel)
@@ -192,7 +193,12 @@ async def open_engines(
             say(f"starting {section.kind} (log: {log_path})")
             started = time.monotonic()
             opened = launch_server(
-                server, log_path, environment=environment, startup_s=section.startup_timeout_s, on_progress=create_news(section.kind, say)
+                server,
+                log_path,
+                environment=environment,
+                startup_s=section.startup_timeout_s,
+                on_progress=create_news(section.kind, say),
+                deadlines=create_deadlines(section),
             )
             urls: Sequence[str] = [(await stack.enter_async_context(opened)).url]
             say(f"{section.kind} is ready at {urls[0]} after {time.monotonic() - started:.0f} s")
@@ -246,6 +252,7 @@ async def _launch_fleet(
             environment=environment,
             max_restarts={"restart": section.max_restarts, "go_on": 0}.get(section.on_server_death),
             startup_s=section.startup_timeout_s,
+            deadlines=create_deadlines(section),
         ),
         fleet_config=create_fleet_config(config),
         initial_weights=initial,

@@ -16,6 +16,7 @@ import trio
 from integration.parts.placement import GPU_VARIABLE
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.fleet.members import FleetConfig, MemberState
+from rollouts.engines.http.endpoint import Deadlines
 from rollouts.engines.launch.commands import ServerConfig
 from rollouts.engines.launch.servers import ServerProcess, launch_server
 from rollouts.engines.sglang.engine import SGLangEngine
@@ -35,6 +36,7 @@ class ServerUpkeep:
     # the run
     max_restarts: int | None = None
     startup_s: float = 900.0  # seconds to wait for a server to start
+    deadlines: Deadlines = field(default_factory=Deadlines)  # see launch_server
     hang_s: float = 180.0  # seconds after which a live server that has not rejoined the fleet counts as ended
 
 
@@ -122,6 +124,7 @@ async def _hold_server(
         startup_s=upkeep.startup_s,
         on_progress=create_news(post.name, say),
         on_exit=post.note_death,
+        deadlines=upkeep.deadlines,
     ) as post.server:
         task_status.started()
         await trio.sleep_forever()

@@ -12,14 +12,16 @@ from rollouts.config_files import is_number
 
 ENGINE_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
+        "startup_s": "--engine.startup-timeout-s",
         "generate_s": "--engine.generate-timeout-s",
         "sync_s": "--engine.sync-timeout-s",
         "control_s": "--engine.deadlines.control-s",
         "health_s": "--engine.deadlines.health-s",
         "connect_s": "--engine.deadlines.connect-s",
+        "join_s": "--engine.deadlines.join-s",
     }
 )
-"""Options of the fields of Deadlines, for messages."""
+"""Options of the fields of Deadlines, and of the limits of a start and of meeting in a process group, for messages."""
 
 FLEET_OPTIONS: Mapping[str, str] = MappingProxyType(
     {

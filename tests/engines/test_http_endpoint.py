@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from benchmarks.reliability.loopback import Exchange, count_open_files, serve, settle
+from rollouts.engines.fleet.members import FleetConfig
 from rollouts.engines.http import endpoint as http
 from rollouts.engines.http.endpoint import CallKind, Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.transport import PooledTransport
@@ -79,6 +80,12 @@ def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(key: str):
 def test_deadlines_are_positive(settings: dict):
     with pytest.raises(ConfigError, match=next(iter(settings))):
         Deadlines(**settings)
+
+
+def test_deadlines_and_limits_of_a_fleet_can_be_keys():
+    named = {"sync_s": "--sync"}
+    assert len({Deadlines(), Deadlines(options={}), Deadlines(options=named), Deadlines(sync_s=1.0)}) == 3
+    assert hash(FleetConfig()) == hash(FleetConfig(options={"wait_s": "--wait"}))
 
 
 @pytest.mark.parametrize("settings", [{"attempts": 0}, {"first_wait_s": 0.0}, {"longest_wait_s": 0.01}, {"budget_s": -1.0}])

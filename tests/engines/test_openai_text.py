@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from test_openai_protocol import RECORDINGS, USER
 from benchmarks.reliability.loopback import Exchange, serve, settle
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.http.endpoint import Deadlines, RetryPolicy
+from rollouts.engines.text import openai
 from rollouts.engines.text.openai import OpenAITextEngine
 from rollouts.errors import ConfigError, DataError, EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, Fault, SGLangSettings, VLLMSettings
@@ -185,6 +187,13 @@ async def test_only_what_was_not_begun_is_asked_again(
                 await engine.complete(USER)
         assert server.count(CHAT) == num_requests
         assert (await engine.complete(USER)).text
+
+
+async def test_a_server_that_hangs_is_an_error_that_says_where_its_deadline_is_set(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "_DEADLINES", replace(openai._DEADLINES, generate_s=0.2))
+    async with open_engine("vllm", tokenizer, {"faults": [Fault("hang", path=CHAT)]}) as (engine, _):
+        with trio.fail_after(30), pytest.raises(EngineTimeout, match=r"OpenAITextEngine\(deadlines=Deadlines\(generate_s=\.\.\.\)\)"):
+            await engine.complete(USER)
 
 
 @both

@@ -89,6 +89,7 @@ while True:
     connection, _ = listener.accept()
     line = connection.recv(65536).split(b" ")
     if line[1:2] == [b"/health"]:
+        time.sleep(0.5 * os.path.exists(do.get("busy_if", "")))
         connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 2\\r\\nConnection: close\\r\\n\\r\\nok")
     elif line[1:2] == [b"/die"]:
         print("a request was too much", flush=True)
@@ -127,7 +128,7 @@ class StandIn:
     def launch(
         self, port: int | None = None, *, grace_s: float = PATIENCE_S, **options: Any
     ) -> contextlib.AbstractAsyncContextManager[ServerProcess]:
-        known = {key: options.pop(key) for key in ("startup_s", "on_progress", "on_exit") if key in options}
+        known = {key: options.pop(key) for key in ("startup_s", "on_progress", "on_exit", "deadlines") if key in options}
         config = ServerConfig(**self.settings(port, **options))
         return launch_server(config, self.log_path, environment=self.environment, grace_s=grace_s, **known)
 
@@ -164,7 +165,7 @@ def stand_in(tmp_path):
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """Raise the deadlines: on a busy machine a healthy server may answer late."""
-    monkeypatch.setattr(servers, "HEALTH_DEADLINES", Deadlines(health_s=PATIENCE_S, connect_s=PATIENCE_S))
+    monkeypatch.setattr(servers, "START_DEADLINES", Deadlines(health_s=PATIENCE_S, connect_s=PATIENCE_S))
 
 
 @pytest.fixture
@@ -245,8 +246,9 @@ async def test_progress_is_told_with_the_last_line_of_the_log(stand_in, monkeypa
 
 async def test_a_server_that_is_never_healthy_is_given_up(stand_in, mock_clock, progress_at_once):
     mock_clock.rate = 1.0
-    with pytest.raises(EngineTimeout, match=r"not healthy after 1\d\d\d s \(.*refused(.|\n)*server\.log"):
-        async with stand_in.launch(never_healthy=True, startup_s=1000.0, on_progress=lambda seconds, line: mock_clock.jump(1000.0)):
+    with pytest.raises(EngineTimeout, match=r"not healthy after 1\d\d\d s \(.*refused(.|\n)*time \(--wait-s\)(.|\n)*server\.log"):
+        named: Any = {"startup_s": 1000.0, "deadlines": Deadlines(options={"startup_s": "--wait-s"})}
+        async with stand_in.launch(never_healthy=True, **named, on_progress=lambda seconds, line: mock_clock.jump(1000.0)):
             raise AssertionError("it is not healthy")
     assert stand_in.survivors() == []
 
@@ -335,6 +337,16 @@ async def test_an_engine_error_while_the_server_is_healthy_is_its_own_and_waits_
         async with stand_in.launch():
             raise EngineError("wrong model")
     assert str(caught.value) == "wrong model"
+
+
+async def test_a_busy_server_is_not_dying_within_the_deadline_of_a_health_check(stand_in, monkeypatch):
+    monkeypatch.setattr(servers, "UNHEALTHY_EXIT_S", -1.0)  # which nobody can wait
+    busy = stand_in.folder / "busy"
+    with pytest.raises(EngineError, match="too much"):
+        async with stand_in.launch(busy_if=str(busy), deadlines=Deadlines(health_s=PATIENCE_S)):
+            monkeypatch.setattr(servers, "START_DEADLINES", Deadlines(health_s=0.1, connect_s=0.1))
+            busy.touch()
+            raise EngineError("too much")
 
 
 async def test_a_server_that_ignores_sigterm_is_killed_after_the_grace(stand_in):

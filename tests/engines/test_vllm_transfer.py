@@ -169,8 +169,8 @@ async def test_what_nccl_says_and_how_long_it_may_take_are_in_the_error():
             trio.from_thread.run(trio.sleep, 0.3)
             return 0
 
-    with pytest.raises(EngineError, match=r"did not come about within 0\.05 s"):
-        await join_communicator(NCCLCommunicator(Stuck(), 3, CPU), 0.05)
+    with pytest.raises(EngineError, match=r"did not come about within 0\.05 s \(--join\): look"):
+        await join_communicator(NCCLCommunicator(Stuck(), 3, CPU), 0.05, "--join")
 
 
 async def test_all_servers_of_a_group_get_the_weights_while_requests_run(directory):

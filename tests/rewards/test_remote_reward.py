@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rollouts.config import RewardConfig
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.evaluate import score_group
+from rollouts.rewards.models import remote
 from rollouts.rewards.models.remote import PlainScores, SGLangScores, VLLMScores, open_remote_reward
 from rollouts.types import Message, Sample, Status
 
@@ -140,6 +142,19 @@ async def test_a_server_that_hangs_is_given_up_at_the_deadline():
     deadlines = Deadlines(generate_s=0.05)
     async with serve(hang) as server, open_remote_reward(HTTPEndpoint(server.url, deadlines=deadlines), SGLangScores()) as reward:
         with trio.fail_after(60), pytest.raises(RewardError, match=r"no complete answer within 0\.05 s"):
+            await reward(GROUP[0])
+
+
+async def test_a_hanging_server_named_by_its_address_is_an_error_that_says_where_its_deadline_is_set(monkeypatch: pytest.MonkeyPatch):
+    async def hang(exchange: Exchange) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(remote, "_DEADLINES", replace(remote._DEADLINES, generate_s=0.05))
+    async with serve(hang) as server, open_remote_reward(server.url, SGLangScores()) as reward:
+        with (
+            trio.fail_after(60),
+            pytest.raises(RewardError, match=r"open_remote_reward\(HTTPEndpoint\(url, .*generate_s="),
+        ):
             await reward(GROUP[0])
 
 

@@ -50,7 +50,7 @@ class FleetConfig:
     drain_s: float = 0.0  # seconds that requests of a member may continue before its update; then the member pauses them itself
     exclude_failed: bool = False  # a member that fails an update is left out and the update succeeds; else an error
     abort_s: float = 10.0  # seconds for a member that leaves to return its requests' tokens
-    options: Mapping[str, str] = field(default_factory=dict[str, str])  # option that sets a limit, by field, for messages
+    options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # option that sets a limit, by field, for messages
 
     def __post_init__(self) -> None:
         for name in ("max_requests", "max_tokens", "max_waiting", "updates_at_once"):

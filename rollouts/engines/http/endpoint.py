@@ -58,7 +58,7 @@ class Deadlines:
     sync_s: float = 600.0  # loading weights from a disk or from other processes
     health_s: float = 30.0  # SGLang's health check answers 503 after 20 s of its own
     connect_s: float = 10.0  # for the connection, within the others
-    options: Mapping[str, str] = field(default_factory=dict[str, str])  # option that sets a deadline, by field, for messages
+    options: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)  # option that sets a deadline, by field, for messages
 
     def __post_init__(self) -> None:
         for name in ("generate_s", "control_s", "sync_s", "health_s", "connect_s"):

@@ -37,7 +37,7 @@ OnExit = Callable[[EngineError], None]
 PORT_ATTEMPTS = 5
 POLL_S = 0.5  # maximum seconds between two health checks; the first ones come sooner
 PROGRESS_S = 1.0  # minimum seconds between two calls of on_progress
-HEALTH_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)
+START_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)  # of each health check until the server is healthy; it is repeated
 SPAWN_S = 30.0  # seconds until the supervisor reports the server's process
 UNHEALTHY_EXIT_S = 10.0  # seconds from a failed request to the exit of the server that caused it; SGLang takes 5 s
 
@@ -153,6 +153,7 @@ class _Launch:
         grace_s: float,
         on_progress: Progress,
         on_exit: OnExit | None,
+        deadlines: Deadlines,
     ) -> None:
         self.log_path = log_path
         self._config = config
@@ -161,6 +162,7 @@ class _Launch:
         self._grace_s = grace_s
         self._on_progress = on_progress
         self._on_exit = on_exit
+        self._deadlines = deadlines
         self._nursery: trio.Nursery | None = None
         self._place: _Place | None = None
         self._run: _Run | None = None
@@ -268,7 +270,7 @@ class _Launch:
         pause = 0.02
         reported = begin
         with trio.move_on_at(expires):
-            async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:
+            async with HTTPEndpoint(self.url, deadlines=START_DEADLINES) as endpoint:
                 while not run.exited.is_set():
                     try:
                         await endpoint.get_text("/health", kind="health")
@@ -289,7 +291,7 @@ class _Launch:
         log = describe_log(read_log(self.log_path, run.log_start), self.log_path)
         raise EngineTimeout(
             f"the {self._config.kind} server is not healthy after {trio.current_time() - begin:.0f} s ({answer}): give it more time"
-            f" (startup_s) or see what it waits for. {log}"
+            f" ({self._deadlines.options.get('startup_s', 'startup_s')}) or see what it waits for. {log}"
         )
 
     async def _fail_on_exit(self, run: _Run) -> None:
@@ -313,7 +315,7 @@ class _Launch:
         if run is None or run.is_stopping or not run.is_watched or self._on_exit is not None:
             return
         try:
-            async with HTTPEndpoint(self.url, deadlines=HEALTH_DEADLINES) as endpoint:
+            async with HTTPEndpoint(self.url, deadlines=self._deadlines) as endpoint:
                 await endpoint.get_text("/health", kind="health")
         except EngineError:
             await trio.sleep(UNHEALTHY_EXIT_S)  # cancelled by the watching task
@@ -329,6 +331,7 @@ async def launch_server(
     grace_s: float = 20.0,
     on_progress: Progress = lambda seconds, line: None,
     on_exit: OnExit | None = None,
+    deadlines: Deadlines | None = None,
 ) -> AsyncGenerator[ServerProcess]:
     """Start a server, wait until it is healthy, and stop it at the end of the block.
 
@@ -343,10 +346,11 @@ async def launch_server(
         grace_s: seconds between SIGTERM and SIGKILL.
         on_progress: called about once a second while waiting.
         on_exit: called with that error instead; the block then continues and may restart() the server.
+        deadlines: deadlines of a health check after a failed request, with the name of the option that sets startup_s, for messages.
 
     Raises: EngineError if the server does not start, or ends; EngineTimeout if it is not healthy in time.
     """
-    launch = _Launch(config, Path(log_path), environment, startup_s, grace_s, on_progress, on_exit)
+    launch = _Launch(config, Path(log_path), environment, startup_s, grace_s, on_progress, on_exit, deadlines or Deadlines())
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             try:

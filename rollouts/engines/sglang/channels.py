@@ -102,6 +102,7 @@ async def open_weight_group(
     master_address: str = "127.0.0.1",
     device: torch.device | str | None = None,
     timeout_s: float = 120.0,
+    option: str = "timeout_s",
     bucket_bytes: int = 2**28,
     dtype: str | None = None,
 ) -> AsyncGenerator[WeightTransfer]:
@@ -112,6 +113,7 @@ async def open_weight_group(
         master_address: address of this machine, as the servers see it. The port is chosen.
         device: device to broadcast from; default: the current GPU for nccl, the CPU for gloo.
         timeout_s: seconds until all have joined, and for one broadcast.
+        option: name under which the user sets timeout_s, for messages.
         bucket_bytes: size of a bucket; a transfer needs twice this on the device besides the weights.
         dtype: see WeightTransfer.
 
@@ -124,7 +126,7 @@ async def open_weight_group(
     num_ranks = [engine.tensor_parallel_size for engine in engines]
     where = find_device(device if device is not None else "cuda" if backend == "nccl" else "cpu")
     offsets, world_size = place_ranks(num_ranks)
-    rendezvous = await open_rendezvous(master_address, backend, name, world_size, timeout_s)
+    rendezvous = await open_rendezvous(master_address, backend, name, world_size, timeout_s, option)
 
     async def join(engine: SGLangEngine, offset: int) -> None:
         body = sglang_group_payload(master_address, rendezvous.port, offset, rendezvous.world_size, name, backend)
@@ -145,8 +147,9 @@ async def open_weight_group(
             )
             for engine in engines
         ]
-        transfer = WeightTransfer(receivers, GroupSender(process_group, where, timeout_s), bucket_bytes=bucket_bytes, dtype=dtype)
-        del process_group
+        sender = GroupSender(process_group, where, timeout_s, option)
+        transfer = WeightTransfer(receivers, sender, bucket_bytes=bucket_bytes, dtype=dtype)
+        del process_group, sender
         try:
             yield transfer
         finally:

@@ -96,6 +96,7 @@ async def open_vllm_group(
     *,
     device: torch.device | str = "cuda",
     timeout_s: float = 120.0,
+    option: str = "timeout_s",
     bucket_bytes: int = 2**28,
     dtype: str | None = None,
     create_meeting: CreateMeeting | None = None,
@@ -106,6 +107,7 @@ async def open_vllm_group(
         engines: engines inside of their `async with` blocks; their servers run with --weight-transfer-config '{"backend": "nccl"}'.
         device: device to broadcast from.
         timeout_s: seconds until all have joined, and for one broadcast.
+        option: name under which the user sets timeout_s, for messages.
         bucket_bytes: size of a bucket; a transfer needs twice this on the device besides the weights.
         dtype: see WeightTransfer.
         create_meeting: creates the meeting; None = over NCCL.
@@ -116,7 +118,7 @@ async def open_vllm_group(
     assert engines, "a weight group needs at least one engine"
     where = find_device(device)
     offsets, world_size = place_ranks([await engine.routes.count_workers() for engine in engines])
-    meeting = await (partial(_meet_over_nccl, where, timeout_s) if create_meeting is None else create_meeting)(world_size)
+    meeting = await (partial(_meet_over_nccl, where, timeout_s, option) if create_meeting is None else create_meeting)(world_size)
     joins = [
         partial(_call, engine, INIT, vllm_group_payload(meeting.address, offset, world_size, bucket_bytes))
         for engine, offset in zip(engines, offsets, strict=True)
@@ -235,11 +237,11 @@ async def _shut_down_all(engines: Sequence[VLLMEngine]) -> None:
                 await _shut_down(engine)
 
 
-async def _meet_over_nccl(device: torch.device, timeout_s: float, world_size: int) -> Meeting:
+async def _meet_over_nccl(device: torch.device, timeout_s: float, option: str, world_size: int) -> Meeting:
     communicator = await trio.to_thread.run_sync(create_communicator, world_size, device)
 
     async def join() -> Sender:
-        await join_communicator(communicator, timeout_s)
-        return NCCLSender(communicator, device, timeout_s)
+        await join_communicator(communicator, timeout_s, option)
+        return NCCLSender(communicator, device, timeout_s, option)
 
     return Meeting({"nccl_unique_id_b64": communicator.unique_id}, join)

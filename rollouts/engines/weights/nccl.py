@@ -94,9 +94,9 @@ class NCCLCommunicator:
 class NCCLSender:
     """Broadcast buckets to the members of a communicator."""
 
-    def __init__(self, communicator: NCCLCommunicator, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, communicator: NCCLCommunicator, device: torch.device, timeout_s: float, option: str = "timeout_s") -> None:
         self._communicator: NCCLCommunicator | None = communicator
-        self._device, self._timeout_s = device, timeout_s
+        self._device, self._timeout_s, self._option = device, timeout_s, option
 
     @property
     def wants_device(self) -> bool:
@@ -119,9 +119,7 @@ class NCCLSender:
             with trio.fail_after(self._timeout_s):
                 await trio.to_thread.run_sync(self._communicator.broadcast, parcel, abandon_on_cancel=True)
         except trio.TooSlowError as error:
-            raise EngineTimeout(
-                f"a bucket was not broadcast to all servers within {self._timeout_s:g} s (timeout_s; in a run, --engine.deadlines.join-s)"
-            ) from error
+            raise EngineTimeout(f"a bucket was not broadcast to all servers within {self._timeout_s:g} s ({self._option})") from error
 
     def give_up(self) -> None:
         """Abort the communicator."""
@@ -130,16 +128,15 @@ class NCCLSender:
             self._communicator = None
 
 
-async def join_communicator(communicator: NCCLCommunicator, timeout_s: float) -> None:
-    """Join the communicator within a time. Raises EngineError."""
+async def join_communicator(communicator: NCCLCommunicator, timeout_s: float, option: str = "timeout_s") -> None:
+    """Join the communicator within a time, which the user sets as `option`. Raises EngineError."""
     try:
         with trio.fail_after(timeout_s):
             await trio.to_thread.run_sync(communicator.join, abandon_on_cancel=True)
     except trio.TooSlowError as error:
         raise EngineTimeout(
-            f"the NCCL group of trainer and servers did not come about within {timeout_s:g} s (timeout_s; in a run, "
-            "--engine.deadlines.join-s): look at the servers' logs, and whether they reach this machine on the interface that "
-            "NCCL_SOCKET_IFNAME names"
+            f"the NCCL group of trainer and servers did not come about within {timeout_s:g} s ({option}): look at "
+            "the servers' logs, and whether they reach this machine on the interface that NCCL_SOCKET_IFNAME names"
         ) from error
 
 

@@ -27,9 +27,9 @@ def find_device(device: torch.device | str) -> torch.device:
 class TorchRendezvous:
     """Store through which the members of a future group find one another. Made by open_rendezvous."""
 
-    def __init__(self, stores: list[Any], backend: GroupBackend, name: str, world_size: int, timeout_s: float) -> None:
+    def __init__(self, stores: list[Any], backend: GroupBackend, name: str, world_size: int, timeout_s: float, option: str) -> None:
         self.backend: GroupBackend = backend
-        self._stores, self.name, self.world_size, self._timeout_s = stores, name, world_size, timeout_s
+        self._stores, self.name, self.world_size, self._timeout_s, self._option = stores, name, world_size, timeout_s, option
         self.port: int = stores[0].port
         self._own = stores.pop()  # this process's connection, beside the store itself
 
@@ -45,8 +45,8 @@ class TorchRendezvous:
                 if not self._stores:
                     return  # given up already; the cause is raised elsewhere
                 raise EngineError(
-                    f"the {self.backend} group of trainer and servers did not come about within {self._timeout_s:g} s (timeout_s; in a "
-                    f"run, --engine.deadlines.join-s): {error}"
+                    f"the {self.backend} group of trainer and servers did not come about within {self._timeout_s:g} s "
+                    f"({self._option}): {error}"
                 ) from error
             nursery.cancel_scope.cancel()
 
@@ -65,23 +65,28 @@ class TorchRendezvous:
         return groups[0]
 
 
-async def open_rendezvous(address: str, backend: GroupBackend, name: str, world_size: int, timeout_s: float) -> TorchRendezvous:
+async def open_rendezvous(
+    address: str, backend: GroupBackend, name: str, world_size: int, timeout_s: float, option: str = "timeout_s"
+) -> TorchRendezvous:
     """Open a store for world_size members, this process being rank 0.
 
     It connects before any server is asked: a server may refuse earlier, and this process would then look for a store that is gone.
 
+    Args:
+        option: name under which the user sets timeout_s, for messages.
+
     Raises: EngineError if this process cannot be reached at the address.
     """
     stores = await trio.to_thread.run_sync(partial(_create_stores, address, world_size, timeout_s))
-    return TorchRendezvous(list(stores), backend, name, world_size, timeout_s)
+    return TorchRendezvous(list(stores), backend, name, world_size, timeout_s, option)
 
 
 class GroupSender:
     """Broadcast buckets to the members of a process group; servers get names, dtypes and shapes separately."""
 
-    def __init__(self, process_group: Any, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, process_group: Any, device: torch.device, timeout_s: float, option: str = "timeout_s") -> None:
         self._process_group: Any = process_group  # None once it broke or was closed
-        self._device, self._timeout_s = device, timeout_s
+        self._device, self._timeout_s, self._option = device, timeout_s, option
 
     @property
     def wants_device(self) -> bool:
@@ -104,8 +109,8 @@ class GroupSender:
         except RuntimeError as error:
             await trio.lowlevel.checkpoint_if_cancelled()  # servers that left because of a cancellation have not failed
             raise EngineError(
-                f"the weights could not be broadcast to the servers (deadline: {self._timeout_s:g} s for each bucket; in a run, "
-                f"--engine.deadlines.join-s): {error}"
+                f"the weights could not be broadcast to the servers (deadline: {self._timeout_s:g} s for each bucket, "
+                f"{self._option}): {error}"
             ) from error
 
     def _broadcast(self, data: Tensor) -> None:
