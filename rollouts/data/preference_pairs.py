@@ -264,6 +264,8 @@ def prepare_preference_pair(
     for name, value in zip(("margin", *REFERENCE_COLUMNS), (margin, *references), strict=True):
         if value is not None and not is_finite_number(value):
             raise DataError(f"{name} is {show_value(value)}, expected a number, or no such field")
+    if len(alone := [name for name, value in zip(REFERENCE_COLUMNS, references, strict=True) if value is not None]) == 1:
+        raise DataError(f"the row has {alone[0]} alone, expected {' and '.join(REFERENCE_COLUMNS)}, or neither")
     samples: list[Sample] = []
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         try:
@@ -310,6 +312,8 @@ def _as_example(prompt: Any, answer: Any) -> Mapping[str, Any]:
         if content is None:
             raise DataError("the answer is a text, and the row has no 'prompt': give one, or conversations as lists of messages")
         return {"prompt": content, "completion": answer}
+    if not isinstance(answer, Sequence):
+        raise DataError(f"the answer is {show_value(answer)} ({type(answer).__name__}), expected a text, or a list of messages")
     messages = read_messages(answer, "the answer")
     if messages[-1].role != "assistant":
         raise DataError(f"the conversation ends with a message of the role {messages[-1].role}, expected assistant, whose answer is judged")

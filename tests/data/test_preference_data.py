@@ -94,6 +94,15 @@ def test_log_probs_of_a_reference_are_a_column_and_stand_at_the_end_of_each_answ
             prepare_preference_pair(create_char_tokenizer(), {**TEXT, "ref_chosen_logps": bad})
 
 
+def test_half_a_reference_and_an_answer_that_is_a_number_are_bad_rows():
+    with pytest.raises(
+        DataError, match="the row has ref_rejected_logps alone, expected ref_chosen_logps and ref_rejected_logps, or neither"
+    ):
+        prepare_preference_pair(create_char_tokenizer(), {"prompt": "a", "chosen": "b", "rejected": "c", "ref_rejected_logps": -1.0})
+    with pytest.raises(DataError, match=r"chosen: the answer is 5 \(int\), expected a text, or a list of messages"):
+        prepare_preference_pair(create_char_tokenizer(), {"prompt": "a", "chosen": 5, "rejected": "c"})
+
+
 def test_labelled_answers_stand_by_themselves_and_pairs_become_two(tmp_path: Path):
     path = tmp_path / "answers.jsonl"
     rows = [{"prompt": "1+2=", "completion": "3", "label": True}, {"prompt": "1+3=", "completion": "3", "label": False, "of": 7}, TEXT]
@@ -133,7 +142,7 @@ BAD = {
     "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
     "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
     "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
-    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: the answer: found 7"),
+    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, r"rejected: the answer is 7 \(int\), expected a text, or a list"),
     "too long": ({"prompt": "a", "chosen": "b", "rejected": "b" * 40}, "rejected: the conversation has 42 tokens, more than max_length 30"),
 }
 
