@@ -38,7 +38,7 @@ async def open_training_reward(config: Config, task: Task, tokenizer: PreTrained
     """
     section = config.reward
     if section.model is None:
-        yield task.reward_fn
+        yield task.reward_fn if task.scores_training else None
         return
     async with open_reward_model(
         find_reward_model(section.model),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from integration.parts.engines import raise_open_file_limit
 from integration.run.evaluation import template_kwargs
 from integration.settings.config import Config
+from integration.tasks.task import Task
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
-from rollouts.errors import DataError
+from rollouts.errors import ConfigError, DataError
 from rollouts.training.distillation.context import TeacherContext, find_context_fields
 from rollouts.training.distillation.teachers import EngineTeacher, ModelTeacher, Teacher, TeacherByColumn
-from rollouts.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,23 +62,29 @@ async def open_teacher(
             yield None if context is None else ModelTeacher(backend=policy, context=context)
 
 
-def check_teacher_fields(config: Config, prompts: Sequence[Prompt], sources: Sequence[str] = ()) -> None:
+def check_teacher_fields(config: Config, task: Task) -> None:
     """Raise DataError for the first prompt that lacks a field which the teacher reads, or names a teacher that is not there.
 
-    Args:
-        prompts: those of RL.
-        sources: where each comes from, for messages; () = not known.
+    Raises: ConfigError for a context with the feedback of a reward that the task does not have.
     """
-    section = config.teacher
+    section, prompts, sources = config.teacher, task.train_prompts, task.train_sources
+    is_scored = config.reward.model is not None or (task.reward_fn is not None and task.scores_training)
+    if section.context is not None and "{feedback}" in section.context and not is_scored:
+        raise ConfigError(
+            f"teacher.context is {section.context!r}, but answers in training get no reward, whose reason {{feedback}} is: give rows right "
+            "answers or --reward.function, or leave {feedback} out"
+        )
     needed = set(find_context_fields(section.context)) if section.context is not None else set[str]()
     known = {*section.models, *section.servers}
     if not needed and section.by is None:
         return
     for i, prompt in enumerate(islice(prompts, _CHECKED_PROMPTS)):
         place = sources[i] if i < len(sources) else f"prompt {prompt.index}"
-        if missing := sorted(needed - set(prompt.metadata)):
+        known_fields = [name for name, value in dict(prompt.metadata).items() if value is not None]
+        if missing := sorted(needed.difference(known_fields)):
             raise DataError(
-                f"{place} has no field {missing[0]!r}, which teacher.context names; it has {', '.join(map(str, prompt.metadata)) or 'none'}"
+                f"{place} has no field {missing[0]!r}, or it is null, which teacher.context names; it has "
+                f"{', '.join(map(str, known_fields)) or 'none'}"
             )
         own = dict(prompt.metadata).get(section.by or "")
         if section.by is not None and str(own) not in known:

@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ from integration.settings.config import (
     sft_training_config,
 )
 from integration.tasks.episodes import create_calculator_task, create_environment_task, create_grid_world_task
-from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task, create_recorded_task
+from integration.tasks.own_data import OwnData, create_gsm8k_task, create_jsonl_task, create_recorded_task, leave_unscored
 from integration.tasks.preference_pairs import add_preferences, create_empty_task
 from integration.tasks.task import Task, create_sort_long_task, create_sort_task
 from rollouts.agents.policies import EngineAgentPolicy
@@ -252,7 +251,7 @@ async def _open_rl(
     tokenizer = create_tokenizer(config, source_checkpoint)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
     task = create_task(config, tokenizer, "rl") if task is None else task
-    check_teacher_fields(config, task.train_prompts, task.train_sources)
+    check_teacher_fields(config, task)
     budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
@@ -386,13 +385,6 @@ def _create_own_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: s
 def learns_without_rewards(config: Config, mode: str) -> bool:
     """Whether a run trains by RL on the user's rows with an algorithm that reads no rewards."""
     return "rl" in mode and config.task == "jsonl" and not config.algorithm.reads_rewards
-
-
-def leave_unscored(task: Task) -> Task:
-    """Return the task without a reward and without held-out problems, if rows of its training have no right answer to compare with."""
-    looked_at = chain(islice(task.train_prompts, 20_000), task.heldout_prompts)
-    has_truth = all(prompt.metadata.get("ground_truth") is not None for prompt in looked_at)
-    return task if has_truth else replace(task, reward_fn=None, heldout_prompts=(), heldout_sources=())
 
 
 def create_rollout_config(

@@ -52,7 +52,12 @@ def _absolute_data_set(text: str) -> str:
     return make_absolute(path) + arguments if Path(path).exists() else text
 
 
-_MODELS = ("model.path", "reference.path", "critic.path", "reward.model")
+def _absolute_teacher(text: str) -> str:
+    name, separator, place = text.partition("=")
+    return name + separator + make_absolute(place) if place else text
+
+
+_MODELS = ("model.path", "reference.path", "teacher.path", "teacher.tokenizer", "critic.path", "reward.model")
 _DATA = ("data.path", "data.eval_path", "data.rollouts", "preference.path", "preference.eval_path")
 _EXPRESSIONS = ("rl.algorithm", "rl.filter")  # besides the loggers, which are in no section
 _FUNCTIONS = (
@@ -60,7 +65,9 @@ _FUNCTIONS = (
     *(f"environment.{name}" for name in ("factory", "expert", "state_key", "similarity")),
 )
 PATHS: Mapping[str, Callable[[str], str]] = MappingProxyType(
-    dict.fromkeys((*_MODELS, *_DATA), make_absolute) | dict.fromkeys(_FUNCTIONS, _absolute_function) | {"data.mixture": _absolute_data_set}
+    dict.fromkeys((*_MODELS, *_DATA), make_absolute)
+    | dict.fromkeys(_FUNCTIONS, _absolute_function)
+    | {"data.mixture": _absolute_data_set, "teacher.each": _absolute_teacher}
 )
 """Settings with paths by name (section.field), each with the function that makes one of its texts absolute."""
 
@@ -97,6 +104,8 @@ def has_moved(name: str, before: Any, after: Any) -> bool:
 def _list_files(name: str, text: str) -> list[str]:
     if name in _FUNCTIONS:
         return _FILE.findall(text)
+    if name == "teacher.each":
+        return [text.partition("=")[2]]
     return [split_data_set(text)[0] if name == "data.mixture" else text]
 
 
@@ -105,5 +114,8 @@ def strip_directories(name: str, text: str) -> str:
     text = text.replace("\\", "/")
     if name in _FUNCTIONS:
         return re.sub(r"[^,*]*/", "", text)
+    if name == "teacher.each":
+        key, separator, place = text.partition("=")
+        return key + separator + (place if "://" in place else strip_directories("teacher.path", place))
     path, arguments = split_data_set(text) if name == "data.mixture" else (text, "")
     return path.rstrip("/").rpartition("/")[2] + arguments

@@ -289,3 +289,29 @@ def check_prompts(tokenizer: PreTrainedTokenizerBase, prompts: LoadedRows[Prompt
                 f"{source}: the prompt has {length} tokens, which leave no room for a response in the model's context of "
                 f"{limits.context_length}: shorten or drop it, or use a model with a longer context"
             )
+
+
+def leave_unscored(task: Task) -> Task:
+    """Return the task without what needs right answers that its rows lack, and notes that say so.
+
+    Held-out problems without a right answer are left out. If a training prompt has none, answers to all of them get no reward.
+    """
+    num_bare = sum(not _has_truth(prompt) for prompt in task.train_prompts)
+    kept = [i for i, prompt in enumerate(task.heldout_prompts) if _has_truth(prompt)]
+    num_left_out, notes = len(task.heldout_prompts) - len(kept), list[str]()
+    if num_left_out:
+        notes.append(f"{num_left_out} of {len(task.heldout_prompts)} held-out problems have no right answer: accuracy is over the others")
+    if num_bare:
+        notes.append(f"{num_bare} of {len(task.train_prompts)} prompts have no right answer: the answers in training get no rewards")
+    return replace(
+        task,
+        reward_fn=task.reward_fn if kept or not num_bare else None,
+        scores_training=not num_bare,
+        heldout_prompts=tuple(task.heldout_prompts[i] for i in kept),
+        heldout_sources=tuple(task.heldout_sources[i] for i in kept) if task.heldout_sources else (),
+        notes=(*task.notes, *notes),
+    )
+
+
+def _has_truth(prompt: Prompt) -> bool:
+    return prompt.metadata.get("ground_truth") is not None

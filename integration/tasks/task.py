@@ -34,6 +34,7 @@ class Task:
         default=(), kw_only=True
     )  # demonstrations that SFT is not trained on, for its held-out loss
     reward_fn: Callable[[Sample], Any] | None  # None = the environment's rewards
+    scores_training: bool = field(default=True, kw_only=True)  # False = reward_fn scores held-out problems only
     max_tokens: int  # token budget of a response, or of all actions of an episode
     num_skipped_rows: int = 0  # bad rows skipped on request
     train_sources: Sequence[str] = ()  # "file, line n" of each train prompt that is from a file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,14 +15,14 @@ from torch import Tensor
 from rollouts.algorithms.distillation.divergences import TeacherTops, chunked_divergence, chunked_tops, divergence
 from rollouts.algorithms.distillation.signals import divergence_loss, estimate_beside_divergence, estimate_from_teacher, measure_teacher
 from rollouts.algorithms.logprobs import LogitTransform, Sampling
-from rollouts.algorithms.presets import decoupled, gkd, opd
+from rollouts.algorithms.presets import decoupled, gkd, opd, truncated
 from rollouts.backends.factory import create_pytorch_backend, create_reference_backend
 from rollouts.batches import select_rows
 from rollouts.data.collate import collate_samples
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
 from rollouts.training.distillation.teachers import ModelTeacher
-from rollouts.types import Sample, TokenOutputs
+from rollouts.types import Algorithm, Sample, TokenOutputs
 
 MASK = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]])
 
@@ -150,6 +151,27 @@ def test_a_backend_without_divergences_is_named():
     batch = replace(make_batch(MASK), loss_weights=MASK)
     with pytest.raises(DataError, match="pytorch or fsdp"):
         divergence_loss(TokenOutputs(log_probs=MASK), batch)
+
+
+def test_corrections_weigh_the_divergence():
+    divergence = torch.tensor([[0.5, 1.0, math.inf, 2.0]]).requires_grad_()
+    batch = replace(make_batch(torch.tensor([[0.0, 1.0, 1.0, 1.0]])), importance_weights=torch.tensor([[9.0, 0.5, 0.0, 2.0]]))
+    batch = replace(batch, loss_weights=batch.loss_mask / 4)
+    found, metrics = divergence_loss(TokenOutputs(log_probs=torch.zeros(1, 4), divergence=divergence), batch, coef=3.0)
+    assert found.item() == pytest.approx(3 * (0.5 * 1 + 2 * 2) / 4)
+    found.backward()
+    assert divergence.grad is not None and divergence.grad.tolist() == [[0.0, 0.375, 0.0, 1.5]]
+    assert float(metrics["importance_weight"]) == pytest.approx(2.5 / 3) and float(metrics["max_importance_weight"]) == 2
+    assert float(metrics["dropped_fraction"]) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("wrap", [truncated, decoupled])
+def test_an_algorithm_with_a_correction_weighs_its_divergence(wrap: Callable[[Algorithm], Algorithm]):
+    algorithm, known = wrap(gkd()), torch.log(torch.tensor([[1.0, 1.5, 0.25]]))
+    columns = {"old_log_probs": known, "prox_log_probs": known, "rollout_log_probs": torch.zeros(1, 3)}
+    batch = replace(make_batch(torch.tensor([[0.0, 1.0, 1.0]]), **columns), loss_weights=torch.tensor([[0.0, 0.5, 0.5]]))
+    found, _ = algorithm.loss(TokenOutputs(log_probs=known, divergence=torch.tensor([[1.0, 2.0, 4.0]])), batch)
+    assert float(found) == pytest.approx(0.5 * 1.5 * 2 + 0.5 * 0.25 * 4)
 
 
 def draw_batch(rows: int = 6):

@@ -16,8 +16,10 @@ from integration.dry_run.layout import plan_roles
 from integration.dry_run.sizes import read_sizes
 from integration.dry_run.text import read_workload
 from integration.parts.model_settings import check_companions, create_tokenizer, read_model_config
+from integration.run.job import MAY_CHANGE_ON_RESUME
 from integration.run.stages import RunControl, create_task, run_rl
 from integration.settings.config import Config
+from integration.settings.paths import with_absolute_paths
 from integration.settings.sections import (
     BackendSection,
     DataSection,
@@ -142,8 +144,22 @@ async def test_the_policy_teaches_itself_from_the_answer(tmp_path: Path):
     section = TeacherSection(context="{ground_truth} {prompt}")
     lines = await run(start("opd", section), tmp_path / "own")
     assert lines[0]["teacher_kl"] != 0
-    with pytest.raises(DataError, match=r"has no field 'hint', which teacher\.context names; it has ground_truth"):
+    with pytest.raises(DataError, match=r"has no field 'hint', or it is null, which teacher\.context names; it has ground_truth"):
         await run(start("opd", TeacherSection(context="{hint} {prompt}")), tmp_path / "hint")
+    null = tuple(replace(p, metadata={"ground_truth": None}) for p in create_sort_task(num_train=64).train_prompts)
+    with pytest.raises(DataError, match=r"has no field 'ground_truth', or it is null"):
+        await run(start("opd", section), tmp_path / "null", train_prompts=null)
+    with pytest.raises(ConfigError, match=r"get no reward, whose reason \{feedback\} is"):
+        await run(start("opd", TeacherSection(context="{feedback} {prompt}")), tmp_path / "feedback", reward_fn=None)
+
+
+def test_a_run_directory_holds_the_places_of_its_teachers_absolute(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    section = TeacherSection(by="x", each=("a=teacher", "b=http://h:1", "c=Org/name"), tokenizer="teacher")
+    found = with_absolute_paths(start("opd", section)).teacher
+    assert found.each == (f"a={teacher}", "b=http://h:1", "c=Org/name") and found.tokenizer == str(teacher)
+    assert with_absolute_paths(start("opd", TeacherSection(path="teacher"))).teacher.path == str(teacher)
+    assert "teacher.url" in MAY_CHANGE_ON_RESUME
 
 
 def test_a_teacher_with_other_tokens_is_refused(teacher: Path, tmp_path: Path):
@@ -207,6 +223,10 @@ async def test_rows_need_no_right_answers(teacher: Path, tmp_path: Path):
     done = vars(task)
     lines = await run(config, tmp_path / "run", **{name: done[name] for name in ("train_prompts", "reward_fn", "heldout_prompts")})
     assert lines[-1]["teacher_kl"] > 0 and "reward_mean" not in lines[-1]
+    path.write_text("".join(json.dumps({**row, "answer": "1"} if i != 3 else row) + "\n" for i, row in enumerate(rows)))
+    some = create_task(replace(config, evaluation=EvaluationSection(num_prompts=30)), create_tokenizer(config), "rl")
+    assert some.reward_fn is not None and len(some.heldout_prompts) + ("held-out" in some.notes[0]) == 30
+    assert any("no right answer" in note for note in some.notes)
     with pytest.raises(DataError, match="expected 'ground_truth' or 'answer'"):
         create_task(replace(config, rl=replace(config.rl, algorithm="grpo"), teacher=TeacherSection()), create_tokenizer(config), "rl")
 

@@ -176,6 +176,8 @@ def test_the_run_behind_a_link_is_found(tmp_path: Path):
         ("data.mixture", ["/gone/a.jsonl(repeat=2)"], ["/new/a.jsonl(repeat=3)"], False),
         ("data.mixture", ["/gone (1)/a.jsonl(repeat=2)"], ["/new/a.jsonl(repeat=2)"], True),
         ("data.path", "/tmp", "/new (1)/tmp", False),
+        ("teacher.each", ["a=/gone/m", "b=http://h:1"], ["a=/new/m", "b=http://h:1"], True),
+        ("teacher.each", ["a=/gone/m"], ["b=/new/m"], False),
         ("data.mixture", ["/gone/a.jsonl"], ["/new/a.jsonl", "/new/b.jsonl"], False),
     ],
 )

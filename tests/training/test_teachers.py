@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trio
@@ -24,7 +26,7 @@ from rollouts.testing import FakeBackend, FakeSGLangServer, FakeVLLMServer, Scri
 from rollouts.training.distillation.context import TeacherContext
 from rollouts.training.distillation.teachers import EngineTeacher, ModelTeacher, TeacherByColumn
 from rollouts.training.requirements import check_requirements
-from rollouts.types import Message, Sample
+from rollouts.types import KeptTokens, Message, Sample
 
 TOKENIZER: Any = create_char_tokenizer()
 LOG_PROBS = {"teacher_log_probs"}
@@ -142,6 +144,27 @@ async def test_a_context_is_read_before_the_very_tokens_of_the_response():
         assert not found[row, :begin].any()
 
 
+async def test_a_context_leaves_the_sets_that_tokens_were_drawn_from():
+    own = make_rows("s12=|12", "s321=|34")
+    starts = [sample.loss_mask.index(1.0) for sample in own]
+    samples = []
+    for sample, begin in zip(own, starts, strict=True):
+        sets = [sorted((token, token + 5)) for token in sample.tokens[begin:]]
+        drawn = KeptTokens(data=np.array(sets, dtype="<i4").tobytes(), counts=(2,) * len(sets))
+        samples.append(replace(sample, kept_tokens=KeptTokens.undrawn(begin) + drawn))
+    context = TeacherContext(template="{ground_truth}{prompt}", tokenizer=TOKENIZER)
+    teacher = ModelTeacher(backend=create_reference_backend(create_model(seed=3)), context=context)
+    found = (await teacher.fill(collate_samples(samples), samples, LOG_PROBS, max_tokens=30)).teacher_log_probs
+    assert found is not None
+    for row, (sample, begin) in enumerate(zip(samples, starts, strict=True)):
+        longer = tokenize_prompt(TOKENIZER, f"123{sample.prompt}") + sample.tokens[begin:]
+        with torch.no_grad():
+            logits = create_model(seed=3)(torch.tensor([longer])).logits[0, begin - len(sample.tokens) - 1 : -1]
+        pairs = torch.tensor([[token, token + 5] for token in sample.tokens[begin:]])
+        expected = logits.gather(1, pairs).log_softmax(-1)[:, 0]
+        torch.testing.assert_close(found[row, begin : len(sample.tokens)], expected, atol=1e-5, rtol=1e-4)
+
+
 def test_a_context_changes_the_last_message_of_the_user():
     sample = Sample(prompt=(Message(role="user", content="a"), Message(role="assistant", content="b"), Message(role="user", content="c")))
     context = TeacherContext(template="{prompt} ({feedback})", tokenizer=TOKENIZER)
@@ -151,6 +174,8 @@ def test_a_context_changes_the_last_message_of_the_user():
             TeacherContext(template=template, tokenizer=TOKENIZER)
     with pytest.raises(DataError, match="has no field 'answer'"):
         TeacherContext(template="{prompt}{answer}", tokenizer=TOKENIZER).describe(make_rows("s1=|1")[0])
+    with pytest.raises(DataError, match="has no field 'answer', or it is null"):
+        TeacherContext(template="{prompt}{answer}", tokenizer=TOKENIZER).describe(Sample(prompt="s", metadata={"answer": None}))
 
 
 async def test_a_row_that_is_not_a_prompt_and_its_answer_is_named():

@@ -1,7 +1,7 @@
 """On-policy distillation: the signal of a teacher at every token, as advantages of sampled tokens or as a divergence of distributions.
 
 Both come with rewards or without. The teacher's numbers are columns of the batch: teacher_log_probs, its log-probs of the sampled tokens;
-teacher_ids and teacher_tops, its most probable tokens (rollouts/training/teachers.py fills them).
+teacher_ids and teacher_tops, its most probable tokens (rollouts/training/distillation/teachers.py fills them).
 """
 
 from __future__ import annotations
@@ -77,14 +77,15 @@ def _compare_rewards(batch: TrainBatch, epsilon: float) -> Tensor:
 
 
 def divergence_loss(outputs: TokenOutputs, batch: TrainBatch, *, coef: float = 1.0, beside: LossFn | None = None) -> LossOutput:
-    """coef * sum(loss_weights * divergence) + the loss `beside`, such as a policy loss of rewards.
+    """coef * sum(loss_weights * importance_weights * divergence) + the loss `beside`, such as a policy loss of rewards.
 
     Args:
         outputs: divergence # [B, T] of policy and teacher, which backends compute for a batch with teacher_beta.
         coef: factor of the divergence.
         beside: a loss of the same tokens; None = none.
 
-    Returns: metrics of `beside`, and teacher_divergence, the mean per token in nats.
+    Returns: metrics of `beside`, and teacher_divergence, the mean per token in nats, without weights. If the batch has
+        importance_weights, which corrections fill: importance_weight, max_importance_weight, dropped_fraction (weight 0), as policy_loss.
     """
     assert batch.loss_weights is not None, "the loss needs batch.loss_weights: call algorithm.weigh (or token_mean) on the whole step first"
     if outputs.divergence is None:
@@ -94,10 +95,17 @@ def divergence_loss(outputs: TokenOutputs, batch: TrainBatch, *, coef: float = 1
         )
     on = batch.loss_mask > 0
     per_token = torch.where(on, outputs.divergence, torch.zeros_like(outputs.divergence))
-    loss, metrics = coef * (batch.loss_weights * per_token).sum(), dict[str, Tensor]()
+    weighted, metrics = per_token, dict[str, Tensor]()
+    if batch.importance_weights is not None:
+        scale = torch.where(on, batch.importance_weights, torch.zeros_like(per_token))
+        weighted = torch.where(scale != 0, scale * per_token, torch.zeros_like(per_token))
+        mean = partial(masked_mean, mask=on.to(per_token.dtype))
+        metrics = {"importance_weight": mean(scale), "dropped_fraction": mean((scale == 0).to(per_token.dtype))}
+        metrics["max_importance_weight"] = scale.detach().max()
+    loss = coef * (batch.loss_weights * weighted).sum()
     if beside is not None:
         more, found = beside(outputs, batch)
-        loss, metrics = loss + more, dict(found)
+        loss, metrics = loss + more, {**metrics, **found}
     elif outputs.entropy is not None:
         entropy = torch.where(on, outputs.entropy.detach(), torch.zeros_like(per_token))
         metrics["entropy"] = masked_mean(entropy, on.to(per_token.dtype))

@@ -14,7 +14,7 @@ from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.collate import collate_samples
 from rollouts.data.samples import describe_sample
 from rollouts.errors import ConfigError, DataError
-from rollouts.types import Message, PromptContent, Sample, TrainBatch
+from rollouts.types import KeptTokens, Message, PromptContent, Sample, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,11 +52,11 @@ class TeacherContext:
     def _fill(self, sample: Sample, prompt: str) -> str:
         details = sample.reward_details
         known = {**sample.metadata, "prompt": prompt, "response": sample.response, "feedback": "" if details is None else details.reason}
-        missing = [name for name in _FIELD.findall(self.template) if name not in known]
+        missing = [name for name in _FIELD.findall(self.template) if known.get(name) is None]
         if missing:
             raise DataError(
-                f"{describe_sample(sample)} has no field {missing[0]!r}, which the template of the teacher names; it has "
-                f"{', '.join(map(str, known))}"
+                f"{describe_sample(sample)} has no field {missing[0]!r}, or it is null, which the template of the teacher names; it has "
+                f"{', '.join(str(name) for name, value in known.items() if value is not None)}"
             )
         return _FIELD.sub(lambda found: str(known[found.group(1)]), self.template)
 
@@ -91,6 +91,7 @@ def add_context(context: TeacherContext, batch: TrainBatch, samples: Sequence[Sa
     for row, sample in enumerate(samples):
         length = int(batch.lengths[row])
         tokens, mask = tuple(batch.tokens[row, :length].tolist()), tuple(batch.loss_mask[row, :length].tolist())
+        kept = sample.kept_tokens
         if row in trained:
             own = tokenize(sample.prompt)
             if tokens[: len(own)] != own or any(mask[: len(own)]) or sample.context_starts:
@@ -100,10 +101,14 @@ def add_context(context: TeacherContext, batch: TrainBatch, samples: Sequence[Sa
                 )
             longer = tokenize(context.describe(sample))
             tokens, mask = longer + tokens[len(own) :], (0.0,) * len(longer) + mask[len(own) :]
+            if kept is not None:  # the teacher's log-probs run over the sets that the policy's do
+                kept = KeptTokens.undrawn(len(longer)) + kept.cut(len(own), length)
             shifts.append(len(longer) - len(own))
         else:
+            kept = None if kept is None else kept.cut(0, length)
             shifts.append(0)
-        read.append(Sample(tokens=tokens, loss_mask=mask, temperature=sample.temperature, group_index=sample.group_index))
+        plain = {"temperature": sample.temperature, "group_index": sample.group_index}
+        read.append(Sample(tokens=tokens, loss_mask=mask, kept_tokens=kept, **plain))
     collated = collate_samples(read)
     return replace(collated, trainable=batch.trainable, temperatures=batch.temperatures, skip_redundant=batch.skip_redundant), shifts
 
