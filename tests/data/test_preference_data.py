@@ -142,7 +142,7 @@ BAD = {
     "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
     "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
     "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
-    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, r"rejected: the answer is 7 \(int\), expected a text, or a list"),
+    "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: the answer is 7 (int), expected a text, or a list"),
     "too long": ({"prompt": "a", "chosen": "b", "rejected": "b" * 40}, "rejected: the conversation has 42 tokens, more than max_length 30"),
 }
 
