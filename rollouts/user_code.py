@@ -17,10 +17,10 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import trio
 
@@ -130,6 +130,11 @@ async def finish(awaitable: Awaitable[T], timeout_s: float, alarm: interrupt_blo
     return result
 
 
+def iterate_awaitable(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
+    """Return the iterator of an awaitable's steps. A generator-based coroutine (types.coroutine) is its own: it has no __await__."""
+    return awaitable.__await__() if hasattr(awaitable, "__await__") else cast("Generator[Any, Any, T]", awaitable)
+
+
 class ThreadResults(Generic[T]):
     """Results of calls in a thread that may go on after its caller has left: those that come later are thrown away."""
 
@@ -171,7 +176,7 @@ class _Steps:
 
     def __init__(self, awaitable: Awaitable[Any], alarm: interrupt_blocking) -> None:
         self.awaitable = awaitable  # for tools that show stacks
-        self._steps: Any = awaitable.__await__()
+        self._steps: Any = iterate_awaitable(awaitable)
         self._alarm = alarm
 
     def __await__(self) -> _Steps:

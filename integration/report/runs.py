@@ -22,7 +22,8 @@ from rollouts.training.summaries import Stage, find_warnings
 METRICS_FILE = "metrics.jsonl"
 STAGES = ("sft", "dpo", "rl", "reward_model")
 _FEWEST = 8  # steps below which no trend is judged
-_CLEAR = 2.0  # standard errors from which a slope is called one
+_CLEAR = 2.0  # standard errors from which a slope, or a fall of the held-out measure, is called one
+_HELD_OUT = "evaluation.num_prompts"  # setting that bounds the number of held-out prompts or pairs
 
 Line = Mapping[str, Any]
 
@@ -83,15 +84,18 @@ def read_run(path: Path) -> Run:
         raise ConfigError(
             f"{path} is a model, not the directory of a run: its {CONFIG_FILE} names architectures, and it has no {METRICS_FILE}"
         )
-    lines = read_lines(path / METRICS_FILE)
+    lines, settings = read_lines(path / METRICS_FILE), read_settings_of(path)
+    known = next(
+        (setting.value for setting in settings if setting.name == _HELD_OUT and is_number(setting.value) and setting.value > 0), None
+    )
     return Run(
         path=path,
         name=path.resolve().name,
         facts=read_facts(path) if (path / RUN_FILE).is_file() else {},
-        settings=read_settings_of(path),
+        settings=settings,
         lines=lines,
         warnings=find_run_warnings(path, lines),
-        verdicts=judge_progress(lines),
+        verdicts=judge_progress(lines) if known is None else judge_progress(lines, known),
     )
 
 
@@ -182,12 +186,15 @@ def is_number(value: object) -> bool:
 # -- does it still learn?
 
 
-def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
+def judge_progress(lines: Sequence[Line], num_held_out: float = 256) -> tuple[str, ...]:
     """Judge each stage, the newest first: does its measure still improve, by the slope over its last third?
 
     The measure is the mean reward of rollouts in RL, and the loss otherwise. A slope counts if the interval of two standard errors around
-    it does not hold 0, with the steps taken as independent. A stage that has improved of late, but whose held-out measure is worse than
-    before it began, is not called learning.
+    it does not hold 0, with the steps taken as independent. A stage that has improved of late, but whose held-out measure is clearly worse
+    than before it began (see measure_noise), is not called learning. Rewards that are all equal are told for themselves.
+
+    Args:
+        num_held_out: held-out prompts or pairs. Lines of metrics have no number of them; evaluation.num_prompts is the most there can be.
     """
     verdicts: list[str] = []
     for stage, key, name, sign in (
@@ -196,13 +203,45 @@ def judge_progress(lines: Sequence[Line]) -> tuple[str, ...]:
         ("reward_model", "loss", "loss", -1),
         ("rl", "reward_mean", "mean reward", 1),
     ):
-        own = [line for line in lines if line.get("stage") == stage]
-        values = [float(line[key]) for line in own if is_number(line.get(key)) and math.isfinite(line[key])]
-        if values:
-            label = stage.replace("_", " ").upper()
-            fallen, held_out = describe_held_out(lines, stage, label)
-            verdicts.append(f"{label}: {fallen}{judge_trend(values, name, sign, fallen=bool(fallen))}{held_out}")
+        own = [line for line in lines if line.get("stage") == stage and is_number(line.get(key)) and math.isfinite(line[key])]
+        if own:
+            label, values = stage.replace("_", " ").upper(), [float(line[key]) for line in own]
+            fallen, held_out = describe_held_out(lines, stage, label, num_held_out)
+            told = judge_equal_rewards(own) if stage == "rl" else ""
+            verdicts.append(f"{label}: {fallen}{told or judge_trend(values, name, sign, fallen=bool(fallen))}{held_out}")
     return tuple(reversed(verdicts))
+
+
+def judge_equal_rewards(lines: Sequence[Line]) -> str:
+    """Judge the rewards of the last third of the steps of RL if they are all equal; "" if they are not, or the steps are too few.
+
+    As in rollouts.training.summaries.look, the best reward is the highest of steps whose rewards differ, else 1.
+    """
+    late = take_last_third(lines)
+    value = late[0]["reward_mean"]
+    if len(lines) < _FEWEST or any(line["reward_mean"] != value or differ(line) for line in late):
+        return ""
+    always = (
+        "every step"
+        if len(late) == len(lines) or all(line["reward_mean"] == value for line in lines)
+        else f"each of its last {len(late)} steps"
+    )
+    seen = [line["reward_max"] for line in lines if differ(line)]
+    if value == 1.0 if not seen else value >= max(seen):
+        return f"nothing left to learn: the mean reward was {value:.4g} in {always}, the best reward"
+    look = "Rollouts, filter gradient, shows the groups without a gradient"
+    return f"nothing to learn from: the mean reward was {value:.4g} in {always}; {look}"
+
+
+def differ(line: Line) -> bool:
+    """Whether the rewards of a step are known to differ."""
+    low, high = line.get("reward_min"), line.get("reward_max")
+    return is_number(low) and is_number(high) and cast("float", low) < cast("float", high)
+
+
+def take_last_third(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the last third, at least six."""
+    return values[-max(6, len(values) // 3) :]
 
 
 def judge_trend(values: Sequence[float], name: str, sign: int, *, fallen: bool = False) -> str:
@@ -212,6 +251,9 @@ def judge_trend(values: Sequence[float], name: str, sign: int, *, fallen: bool =
             f"{len(values)} steps are too few to tell whether the {name} still improves (it went from {values[0]:.4g} to {values[-1]:.4g})"
         )
     n, slope, error = fit_slope(values)
+    if slope == error == 0:
+        verdict = "the" if fallen else "no longer clearly learning: the"
+        return f"{verdict} {name} was {values[-1]:.4g} in each of its last {n} steps"
     if abs(slope) <= error or slope == 0:
         verdict = "the" if fallen else "no longer clearly learning: the"
         return f"{verdict} {name} has no clear trend over its last {n} steps ({slope - error:+.2g} to {slope + error:+.2g} a step)"
@@ -223,7 +265,7 @@ def judge_trend(values: Sequence[float], name: str, sign: int, *, fallen: bool =
 
 def fit_slope(values: Sequence[float]) -> tuple[int, float, float]:
     """Fit a line to the last third of the values, at least six, by least squares: their number, its slope, and two standard errors."""
-    late = values[-max(6, len(values) // 3) :]
+    late = take_last_third(values)
     if min(late) == max(late):
         return len(late), 0.0, 0.0  # exactly
     n, middle, mean = len(late), (len(late) - 1) / 2, math.fsum(late) / len(late)
@@ -233,11 +275,24 @@ def fit_slope(values: Sequence[float]) -> tuple[int, float, float]:
     return n, slope, _CLEAR * math.sqrt(rest / (n - 2) / spread)
 
 
-def describe_held_out(lines: Sequence[Line], stage: str, label: str) -> tuple[str, str]:
-    """Describe the held-out measure of a stage.
+def measure_noise(first: float, last: float, n: float) -> float:
+    """Bound two standard errors of the difference of two means over n held-out prompts.
 
-    Returns: the beginning of a verdict if the last value is below the one from before the stage, otherwise ""; and a sentence with both
-        and the best. Two times "" if the stage did not measure it.
+    Values are taken as of 0 or 1, whose mean has the variance p (1 - p) / n; graded rewards within 0 and 1 have less. For a mean outside,
+    rewards are taken as within the larger size of both, at most half of it from their mean. That both have the same prompts, which makes
+    the true error smaller, is not used.
+    """
+    size = max(1.0, abs(first), abs(last))
+    is_share = 0.0 <= first <= 1.0 and 0.0 <= last <= 1.0
+    variance = first * (1 - first) + last * (1 - last) if is_share else 2 * size**2 / 4
+    return _CLEAR * math.sqrt(variance / n)
+
+
+def describe_held_out(lines: Sequence[Line], stage: str, label: str, n: float) -> tuple[str, str]:
+    """Describe the held-out measure of a stage over at most n prompts.
+
+    Returns: the beginning of a verdict if the last value is clearly below the one from before the stage, otherwise ""; and a sentence with
+        both and the best. Two times "" if the stage did not measure it.
     """
     has_answers = any(line.get("stage") == stage and is_number(line.get("eval_accuracy")) for line in lines)
     key = "eval_accuracy" if has_answers else "eval_pair_accuracy"  # training on preferences may generate no answers
@@ -255,5 +310,7 @@ def describe_held_out(lines: Sequence[Line], stage: str, label: str) -> tuple[st
     from_before = first_where.startswith("before") and len(points) > 1
     now = f"went from {first:.3g} {first_where} to {last:.3g} {where}" if from_before else f"is {last:.3g} {where}"
     at_best = ", its best" if best[1] == last else "" if from_before and best[1] == first else f"; its best was {best[1]:.3g} {best[0]}"
-    fallen = f"worse than before it by {measure}; " if from_before and last < first else ""
-    return fallen, f". {measure[0].upper()}{measure[1:]} {now}{at_best}"
+    noise = measure_noise(first, last, n)
+    fallen = f"worse than before it by {measure}; " if from_before and first - last > noise else ""
+    about = f", about as before (two standard errors are {noise:.2g})" if from_before and not fallen and last < first else ""
+    return fallen, f". {measure[0].upper()}{measure[1:]} {now}{about}{at_best}"

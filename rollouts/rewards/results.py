@@ -30,6 +30,7 @@ from rollouts.outcomes import (
 )
 from rollouts.steps import StepData, Steps
 from rollouts.types import Sample, Turn, change
+from rollouts.user_code import iterate_awaitable
 
 _logger = logging.getLogger(__name__)
 _alignment_logger = logging.getLogger("rollouts.rewards.alignment")  # one name for the alignment of samples and of StepData
@@ -218,7 +219,7 @@ class _Finished:
     finish: Callable[[Any], Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self.finish((yield from self.value.__await__()))
+        return self.finish((yield from iterate_awaitable(self.value)))
 
 
 def throw_away(value: object) -> None:

@@ -213,6 +213,25 @@ def look(signs: Signs, metrics: Mapping[str, object], *, stage: Stage) -> tuple[
     return replace(signs, told=signs.told | {name}), (_describe_sign(name, signs, number, stage=stage),)
 
 
+def _describe_far(number: Mapping[str, float]) -> str:
+    """Write the warning of a large approx_kl. Only the updates move the policy from an anchor that the trainer recomputed (rollout_kl).
+
+    From log-probs of the engine it is far by its numerics and by the age of tokens, too, and by updates only if there are several.
+    """
+    far = f"approx_kl is {number['approx_kl']:.2g} nats for each token, where up to 0.05 is usual"
+    less = "lower --rl.optimizer.lr, or train less on a batch (--rl.num-epochs, --rl.num-minibatches)"
+    age = number.get("staleness_max", 0.0)
+    if "rollout_kl" in number and not age:
+        return f"the updates of a step of RL moved the policy far from the one that sampled: {far}: {less}"
+    causes = ["look whether engine and trainer agree (--engine.parity-rows 8)"]
+    if age:
+        old = f"the oldest token is {age:g} weight version{'s' if age > 1 else ''} old"
+        causes.insert(0, f"{old}: lower --rl.asynchronous.max-staleness or --rl.optimizer.lr")
+    elif number.get("num_updates") != 1.0:
+        causes.append(less)
+    return f"the policy of a step of RL is far from the log-probs of its rollouts: {far}: {'; '.join(causes)}"
+
+
 def find_warnings(lines: Iterable[Mapping[str, object]], *, stage: Stage) -> tuple[str, ...]:
     """Find the warnings of a stage, in the order of the steps that caused them.
 
@@ -232,11 +251,7 @@ def _describe_sign(name: str, signs: Signs, number: Mapping[str, float], *, stag
     section, in_rl = "preference" if stage == "dpo" else stage, stage == "rl"
     steps = f"the last {PATIENCE} steps of {stage.upper()}"
     if name == "far":
-        return (
-            f"the updates of a step of RL moved the policy far from the one that sampled: approx_kl is {number['approx_kl']:.2g} nats for "
-            "each token, where up to 0.05 is usual: lower --rl.optimizer.lr, or train less on a batch (--rl.num-epochs, "
-            "--rl.num-minibatches)"
-        )
+        return _describe_far(number)
     if name == "broken":
         return (
             f"{steps} had a loss or a gradient that is not finite, and no update: lower --{section}.optimizer.lr, or compute "

@@ -190,6 +190,51 @@ def test_a_stage_that_ends_below_where_it_began_is_not_called_learning():
     assert few.startswith("RL: worse than before it by held-out accuracy; 3 steps are too few to tell")
 
 
+def test_a_small_fall_of_the_held_out_measure_is_noise():
+    def judge(first: float, last: float, *n: int) -> str:
+        before: dict[str, Any] = {"step": 0, "stage": "rl", "eval_accuracy": first}
+        rl: list[dict[str, Any]] = [{"step": k, "stage": "rl", "reward_mean": 0.1 + 0.01 * k} for k in range(1, 13)]
+        return judge_progress([before, *rl, {"step": 13, "stage": "rl", "reward_mean": 0.23, "eval_accuracy": last}], *n)[0]
+
+    told = judge(0.5, 0.498)
+    assert told.startswith("RL: still learning: ")
+    assert told.endswith("went from 0.5 before RL to 0.498 after step 13, about as before (two standard errors are 0.088)")
+    assert "worse than before it" not in judge(0.5, 0.42) and "worse than before it" in judge(0.5, 0.40)
+    assert "worse than before it" in judge(0.5, 0.498, 10**6) and "worse than before it" not in judge(0.5, 0.40, 16)
+    assert "worse than before it" not in judge(-3.0, -3.1) and "worse than before it" in judge(-3.0, -4.0), "rewards outside 0 and 1"
+
+
+def test_the_fall_is_judged_by_the_number_of_prompts_of_the_run(run: Path):
+    (run / "config.json").write_text(json.dumps({"evaluation": {"num_prompts": 4}}))
+    lines = [{"step": k, "stage": "rl", "reward_mean": 0.1, "eval_accuracy": 0.5 - 0.1 * k} for k in range(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "two standard errors are 0.68" in read_run(run).verdicts[0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "more", "verdict"),
+    [
+        ([0.0] * 12, {}, "nothing to learn from: the mean reward was 0 in every step; Rollouts, filter gradient, shows the groups without"),
+        ([1.0] * 12, {}, "nothing left to learn: the mean reward was 1 in every step, the best reward"),
+        ([*(0.1 * k for k in range(9)), *[1.0] * 8], {}, "nothing left to learn: the mean reward was 1 in each of its last 6 steps"),
+        ([1.0] * 12, {"reward_min": 0.0, "reward_max": 3.0}, "no longer clearly learning: the mean reward was 1 in each of its last 6"),
+        ([0.0] * 5, {}, "5 steps are too few"),
+    ],
+)
+def test_equal_rewards_are_told_for_themselves(rewards: list[float], more: dict[str, float], verdict: str):
+    (told,) = judge_progress([{"step": k, "stage": "rl", "reward_mean": value, **more} for k, value in enumerate(rewards, start=1)])
+    assert told.startswith(f"RL: {verdict}")
+
+
+def test_the_best_reward_is_the_highest_that_was_seen():
+    lines = [
+        {"step": k, "stage": "rl", "reward_mean": 1.0 if k else 1.5, "reward_min": 1.0, "reward_max": 1.0 if k else 2.0} for k in range(12)
+    ]
+    assert judge_progress(lines)[0].startswith("RL: nothing to learn from: the mean reward was 1 in each of its last 6 steps")
+    lines[0] |= {"reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0}
+    assert judge_progress(lines)[0].startswith("RL: nothing left to learn: the mean reward was 1 in each of its last 6 steps")
+
+
 def test_preferences_are_judged_by_held_out_pairs_where_no_answers_are_generated():
     lines = [{"step": k, "stage": "dpo", "loss": 0.7 - 0.01 * k, "eval_pair_accuracy": 0.05 * k} for k in range(13)]
     (told,) = judge_progress(lines)

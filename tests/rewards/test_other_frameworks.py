@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ async def test_a_coroutine_that_comes_after_the_deadline_is_closed(function: Any
     await trio.sleep(0.3)  # the threads return
     gc.collect()
     assert [str(warning.message) for warning in recwarn if "never awaited" in str(warning.message)] == []
+
+
+async def test_a_generator_based_coroutine_is_awaited_as_others_are():
+    @types.coroutine
+    def wait(values):
+        yield from trio.sleep(0).__await__()
+        return values
+
+    def of_trl(completions, **kwargs):
+        return wait([float(len(text)) for text in completions])
+
+    def of_a_sample(sample):
+        return wait(2.0)
+
+    assert await score(of_trl, make_group("4", "55")) == [1.0, 2.0]
+    assert await score(of_a_sample, make_group("4", "55")) == [2.0, 2.0]
 
 
 async def test_none_is_no_judgement_and_never_a_zero():

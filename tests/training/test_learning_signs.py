@@ -84,6 +84,26 @@ def test_a_single_update_that_leaps_is_told_at_once():
     assert "approx_kl is 1.5 nats for each token" in text and "--rl.optimizer.lr" in text
 
 
+@pytest.mark.parametrize(
+    ("line", "named", "unnamed"),
+    [
+        ({"rollout_kl": 0.0, "num_updates": 1.0}, ("the updates of a step", "--rl.optimizer.lr"), ("parity", "staleness")),
+        ({"num_updates": 1.0}, ("--engine.parity-rows 8",), ("updates", "--rl.optimizer.lr", "staleness")),
+        ({"num_updates": 4.0}, ("--engine.parity-rows 8", "--rl.num-epochs"), ("staleness",)),
+        (
+            {"num_updates": 1.0, "staleness_max": 3.0},
+            ("the oldest token is 3 weight versions old", "--rl.asynchronous.max-staleness", "--engine.parity-rows"),
+            ("the updates",),
+        ),
+        ({"rollout_kl": 0.1, "staleness_max": 1.0}, ("1 weight version old", "--engine.parity-rows"), ("the updates",)),
+    ],
+)
+def test_a_policy_far_from_its_rollouts_is_told_by_what_can_have_moved_it(line: dict, named: tuple[str, ...], unnamed: tuple[str, ...]):
+    (text,) = find_warnings([GOOD, {**GOOD, "approx_kl": 1.53, **line}], stage="rl")
+    assert "approx_kl is 1.5 nats" in text
+    assert all(word in text for word in named) and not any(word in text for word in unnamed), text
+
+
 def test_settings_are_those_of_the_stage():
     assert "--preference.optimizer.lr" in find_warnings([{**GOOD, "loss": float("inf")}] * PATIENCE, stage="dpo")[0]
     assert "--sft.optimizer.lr" in find_warnings([{**GOOD, "loss": float("inf")}] * PATIENCE, stage="sft")[0]
