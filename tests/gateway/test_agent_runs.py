@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -112,20 +113,23 @@ async def test_a_plain_function_runs_in_a_thread_beside_its_gateway():
         assert sample.reward == len(sample.messages[1].content)
 
 
-async def test_a_function_that_blocks_the_event_loop_ends_its_run_alone(monkeypatch):
-    monkeypatch.setattr(agent_runs, "_MAX_BLOCK_S", 0.3)
+async def test_a_function_that_blocks_the_event_loop_ends_its_run_alone():
+    armed = []
 
     async def agent(task):
         async with httpx.AsyncClient(trust_env=False) as client:
             await ask(task, "x", client)
         if task.sample:
+            armed.append(signal.getitimer(signal.ITIMER_REAL)[0])
+            signal.setitimer(signal.ITIMER_REAL, 0.01, 0.05)  # the end of a limit that no load makes other code reach
             time.sleep(60)
         return 1.0
 
     _, generate = create(agent, failed_reward=-1.0)
-    with trio.fail_after(10):
+    with trio.fail_after(50):
         group = await generate(PROMPT, 2)
     assert [sample.reward for sample in group] == [1.0, -1.0]
+    assert 0 < armed[0] <= agent_runs._MAX_BLOCK_S
     assert "blocked the event loop" in group[1].episode.error and "test_agent_runs.py" in group[1].episode.error
 
 

@@ -86,33 +86,33 @@ async def test_deadlines_hold_for_code_with_a_nursery_of_its_own():
         assert time.monotonic() - started < 15
 
 
-async def blocks_in_a_task_of_its_own() -> float:
+async def blocks_in_a_task_of_its_own(clock: trio.testing.MockClock) -> float:
     async def block() -> None:
-        time.sleep(0.3)
+        clock.jump(10)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(block)
     return 1.0
 
 
-async def shields_itself() -> float:
+async def shields_itself(clock: trio.testing.MockClock) -> float:
     with trio.CancelScope(shield=True):
-        await trio.sleep(0.3)
+        await trio.sleep(10)
     return 1.0
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize("function", [blocks_in_a_task_of_its_own, shields_itself])
-async def test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline(function, num_samples: int):
+async def test_a_reward_that_cannot_be_ended_is_not_paid_after_its_deadline(function, num_samples: int, autojump_clock):
     async def reward(sample: Sample) -> float:
-        return await function()
+        return await function(autojump_clock)
 
     samples = [Sample(tokens=(1,), loss_mask=(1.0,))] * num_samples
-    for judgement in await judge_samples(reward, samples, RewardConfig(timeout_s=0.1)):
-        assert ") did not return within 0.1 s" in str(judgement.error)
+    for judgement in await judge_samples(reward, samples, RewardConfig(timeout_s=5)):
+        assert ") did not return within 5 s" in str(judgement.error) and not hasattr(judgement.error, "__notes__"), "no alarm has rung"
 
 
-async def test_each_late_reward_of_a_group_is_asked_again_by_itself():
+async def test_each_late_reward_of_a_group_is_asked_again_by_itself(autojump_clock):
     attempts: list[int] = []
 
     async def reward(sample: Sample) -> float:
@@ -121,7 +121,7 @@ async def test_each_late_reward_of_a_group_is_asked_again_by_itself():
         return float(sample.index)
 
     samples = [Sample(tokens=(1,), loss_mask=(1.0,), index=index) for index in range(3)]
-    judgements = await judge_samples(reward, samples, RewardConfig(timeout_s=0.1, on_error="retry", max_retries=1))
+    judgements = await judge_samples(reward, samples, RewardConfig(timeout_s=5, on_error="retry", max_retries=1))
     assert [judgement.result and judgement.result.score for judgement in judgements] == [0.0, 1.0, 2.0]
     assert [judgement.num_retries for judgement in judgements] == [1, 1, 0] and sorted(attempts) == [0, 0, 1, 1, 2]
 
