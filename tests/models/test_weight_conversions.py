@@ -18,6 +18,8 @@ from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_crit
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.lora.config import LoRAConfig
+from rollouts.backends.pytorch.files import export_model
+from rollouts.backends.weights.export import export_sharded
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError, EngineError
@@ -72,6 +74,18 @@ async def test_every_backend_writes_the_files_that_transformers_writes(tmp_path,
         (tmp_path / kind).mkdir()
         await backend.export_weights(tmp_path / kind).result()
         assert_same(load_file(tmp_path / kind / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, target_modules=("query",))], ids=["whole", "adapters"])
+def test_exports_of_one_process_and_of_many_have_the_same_names(tmp_path, lora):
+    model = GENERATOR.create_model("camembert")
+    if lora is not None:
+        model = create_pytorch_backend(model, lr=1e-3, lora=lora).model
+    for dtype in (None, "bfloat16"):
+        export_model(model, None, tmp_path / f"one {dtype}", dtype=dtype)
+        (tmp_path / f"many {dtype}").mkdir()
+        export_sharded(model, tmp_path / f"many {dtype}", dtype=dtype)
+        assert_same(*(load_file(tmp_path / f"{way} {dtype}" / "model.safetensors") for way in ("many", "one")))
 
 
 @pytest.mark.parametrize("family", CONVERTED)

@@ -75,7 +75,10 @@ def check_written(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> Non
 
 
 def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Merge weights into a state dict of the plain model: tied weights are one tensor, written once."""
+    """Merge weights into a state dict of the plain model: tied weights are one tensor.
+
+    save_pretrained writes it once, under the name that export_sharded chooses, too.
+    """
     first = first_names(base_weights(model, keep_vars=True))
     weights: dict[str, Tensor] = {}
     for name, value in stream_weights(model):

@@ -37,7 +37,7 @@ OnExit = Callable[[EngineError], None]
 PORT_ATTEMPTS = 5
 POLL_S = 0.5  # maximum seconds between two health checks; the first ones come sooner
 PROGRESS_S = 1.0  # minimum seconds between two calls of on_progress
-START_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)  # of each health check until the server is healthy; it is repeated
+START_DEADLINES = Deadlines(health_s=5.0, connect_s=2.0)  # for one health check before the server is healthy; it is repeated
 SPAWN_S = 30.0  # seconds until the supervisor reports the server's process
 UNHEALTHY_EXIT_S = 10.0  # seconds from a failed request to the exit of the server that caused it; SGLang takes 5 s
 

@@ -28,8 +28,10 @@ from rollouts.engines.text.protocol import (
 )
 from rollouts.errors import EngineError, EngineStatusError
 
-_OPTIONS = {name: f"OpenAITextEngine(deadlines=Deadlines({name}=...))" for name in ("generate_s", "control_s", "connect_s")}
-_DEADLINES = Deadlines(generate_s=600.0, options=_OPTIONS)
+_DEADLINES = Deadlines(
+    generate_s=600.0,
+    options={name: f"OpenAITextEngine(deadlines=Deadlines({name}=...))" for name in ("generate_s", "control_s", "connect_s")},
+)
 
 
 class TextStream:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_OPTIONS = {name: f"open_remote_reward(HTTPEndpoint(url, deadlines=Deadlines({name}=...)), ...)" for name in ("generate_s", "connect_s")}
-_DEADLINES = Deadlines(generate_s=300.0, options=_OPTIONS)
+_DEADLINES = Deadlines(
+    generate_s=300.0,
+    options={name: f"open_remote_reward(HTTPEndpoint(url, deadlines=Deadlines({name}=...)), ...)" for name in ("generate_s", "connect_s")},
+)
 
 
 @dataclass(frozen=True)
