@@ -720,7 +720,7 @@ class TrainBatch:
     ref_log_probs: Tensor | None = None  # [B, T] reference policy
     teacher_log_probs: Tensor | None = None  # [B, T] teacher, of these tokens
     teacher_ids: Tensor | None = None  # [B, T, K] int32, the K tokens that the teacher finds most probable in place of each
-    teacher_tops: Tensor | None = None  # [B, T, K] float32, the teacher's log-probs of teacher_ids
+    teacher_tops: Tensor | None = None  # [B, T, K + 1] float32, the teacher's log-probs of teacher_ids, then of all other tokens together
     teacher_beta: Tensor | None = None  # [B] in [0, 1], equal in all rows: divergence to compute, see divergences.chunked_divergence
     values: Tensor | None = None  # [B, T] critic at collection time
     weight_versions: Tensor | None = None  # [B, T] int64, -1 where the policy did not sample
@@ -767,7 +767,7 @@ class TrainBatch:
                    "teacher_beta", "recorded")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
-        num_tops = None if self.teacher_ids is None else self.teacher_ids.shape[-1]
+        num_tops = None if self.teacher_ids is None else self.teacher_ids.shape[-1] + 1
         check_shapes(teacher_ids=(self.teacher_ids, (b, t, None)), teacher_tops=(self.teacher_tops, (b, t, num_tops)))
         if self.kept is not None:
             check_shapes(kept_starts=(self.kept.starts, (b, t)), kept_counts=(self.kept.counts, (b, t)))
@@ -805,7 +805,7 @@ class TokenOutputs:
     entropy: Tensor | None = None  # [B, T] nats, of the distribution that tokens[:, t] was drawn from
     values: Tensor | None = None  # [B, T] estimates of a critic
     divergence: Tensor | None = None  # [B, T] nats, between policy and teacher, of batches with teacher_beta; has a gradient as log_probs
-    tops: Tensor | None = None  # [B, T, 2 K] a teacher's log-probs of its K most probable tokens, then their ids as numbers
+    tops: Tensor | None = None  # [B, T, 2 K + 1] a teacher's log-probs of its K most probable tokens, of all others, and the K ids
     expert_load: ExpertLoad | None = None  # load of all real tokens, prompts included; None = no routers that can be recorded
 
 

@@ -160,6 +160,7 @@ def create_companions(
             dtype=config.teacher.dtype,
             tokenizer=load_tokenizer(path, trust_remote_code=config.model.trust_remote_code),
             num_tops=count_tops(config, requires),
+            tops_vocab_size=policy.config.get_text_config().vocab_size,
         )
     return Companions(reference, critic, teachers, reference_is_base=is_base)
 

@@ -81,8 +81,8 @@ def build_reference(config: Config, source: Path | None) -> FSDPTrainingBackend:
     )
 
 
-def build_teacher(config: Config, path: str, num_tops: int) -> FSDPTrainingBackend:
-    """Create this rank's shard of a teacher. num_tops: see models.count_tops."""
+def build_teacher(config: Config, path: str, num_tops: int, vocab_size: int) -> FSDPTrainingBackend:
+    """Create this rank's shard of a teacher. num_tops: see models.count_tops; vocab_size: embeddings of the policy."""
     return create_fsdp_reference_backend(
         _find_model(config, Path(path)),
         device=parse_device(config.model.device),
@@ -90,6 +90,7 @@ def build_teacher(config: Config, path: str, num_tops: int) -> FSDPTrainingBacke
         tokenizer=_create_padded_tokenizer(config, Path(path)),
         config=fsdp_config(config),
         num_tops=num_tops,
+        tops_vocab_size=vocab_size,
     )
 
 
@@ -177,9 +178,9 @@ def create_beside(
         reference = lead_backend(group, REFERENCE, partial(build_reference, replace(config), source))
     if "values" in requires:
         critic = lead_backend(group, CRITIC, partial(build_critic, replace(config), source, critic_steps))
-    num_tops = count_tops(config, requires)
+    tops = count_tops(config, requires), int(model.config.get_text_config().vocab_size)
     teachers: dict[str, TrainingBackend] = {
-        name: lead_backend(group, f"{TEACHER} {name}", partial(build_teacher, replace(config), path, num_tops))
+        name: lead_backend(group, f"{TEACHER} {name}", partial(build_teacher, replace(config), path, *tops))
         for name, path in find_teacher_models(config, requires).items()
     }
     return Companions(reference, critic, teachers, reference_is_base=is_base)

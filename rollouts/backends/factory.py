@@ -152,6 +152,7 @@ def create_reference_backend(
     dtype: Literal["float32", "bfloat16"] = "float32",
     tokenizer: PreTrainedTokenizerBase | None = None,
     num_tops: int = 0,
+    tops_vocab_size: int | None = None,
 ) -> PyTorchTrainingBackend:
     """Create a backend that only computes log-probs, for the reference= of run_rl_training and for a teacher: no gradients, no optimizer
     state.
@@ -162,6 +163,7 @@ def create_reference_backend(
         dtype: dtype of its weights; bfloat16 takes half the memory and needs compute_dtype bfloat16.
         num_tops: tokens that it names as the most probable in place of each, for a divergence from a teacher; the vocabulary at most. 0 =
             none.
+        tops_vocab_size: embeddings of the policy, if they may be fewer (some models pad them): num_tops are among them; None = all.
     """
     model, tokenizer = open_model(model, tokenizer)
     freeze_weights(model, dtype)
@@ -174,7 +176,7 @@ def create_reference_backend(
         device=device,
         compute_dtype=parse_dtype(compute_dtype),
         tokenizer=tokenizer,
-        compute_outputs=partial(compute_tops, k=num_tops) if num_tops else compute_log_probs,
+        compute_outputs=partial(compute_tops, k=num_tops, vocab_size=tops_vocab_size) if num_tops else compute_log_probs,
     )
 
 

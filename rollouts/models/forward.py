@@ -134,7 +134,8 @@ class PackedRows:
         kept = None if self.kept is None else map_kept(self.kept, partial(_send, device=device))
         tops = self.tops
         if tops is not None:
-            tops = replace(tops, ids=_send(tops.ids, device), log_probs=_send(tops.log_probs, device))
+            rest = None if tops.rest is None else _send(tops.rest, device)
+            tops = replace(tops, ids=_send(tops.ids, device), log_probs=_send(tops.log_probs, device), rest=rest)
         return replace(self, **moved, shift=PackedShift(*(_send(x, device) for x in self.shift)), cuts={}, kept=kept, tops=tops)
 
 
@@ -259,6 +260,11 @@ def replaying(batch: TrainBatch, options: OutputOptions, packed: PackedRows | No
 def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
     """Raise DataError, with the position in the batch, for the first row beyond the limits of the model."""
     rows, width = batch.tokens.shape
+    if batch.teacher_beta is not None and batch.teacher_ids is not None and int(batch.teacher_ids.max()) >= limits.num_embeddings:
+        raise DataError(
+            f"the teacher names the token {int(batch.teacher_ids.max())}, but the policy has {limits.num_embeddings} embeddings: make the "
+            f"teacher with create_reference_backend(..., tops_vocab_size={limits.num_embeddings})"
+        )
     too_long = limits.context_length is not None and width > limits.context_length
     if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
         return
@@ -423,8 +429,8 @@ def pack_batch(batch: TrainBatch, device: torch.device, *, share: bool = False) 
         packed = replace(packed, kept=select_kept(batch.kept, lambda column: column.flatten()[predicted]))
     if batch.teacher_beta is not None and batch.teacher_ids is not None and batch.teacher_tops is not None:
         predicted = packed.flat_index[packed.shift.positions]
-        ids, log_probs = batch.teacher_ids.flatten(0, 1)[predicted], batch.teacher_tops.flatten(0, 1)[predicted]
-        packed = replace(packed, tops=TeacherTops(ids, log_probs, float(batch.teacher_beta[0])))
+        ids, theirs = batch.teacher_ids.flatten(0, 1)[predicted], batch.teacher_tops.flatten(0, 1)[predicted]
+        packed = replace(packed, tops=TeacherTops(ids, theirs[:, :-1], float(batch.teacher_beta[0]), theirs[:, -1]))
     return packed.to(device)
 
 
@@ -665,18 +671,25 @@ def _read_output_layer(
 
 
 def compute_tops(
-    model: PreTrainedModel, hidden: Tensor, packed: PackedRows, temperatures: Tensor | None, options: OutputOptions, *, k: int
+    model: PreTrainedModel,
+    hidden: Tensor,
+    packed: PackedRows,
+    temperatures: Tensor | None,
+    options: OutputOptions,
+    *,
+    k: int,
+    vocab_size: int | None = None,
 ) -> TokenOutputs:
     """Head of a teacher: compute_log_probs, and beside each token the k that are most probable in its place, computed in chunks.
 
     Args:
-        k: more than the vocabulary counts as the vocabulary.
+        k, vocab_size: as in chunked_tops.
     """
     outputs = compute_log_probs(model, hidden, packed, temperatures, options)
     reading = _read_output_layer(model, hidden, packed, temperatures, options)
     with torch.no_grad():
         sampling = Sampling(reading.temperatures, packed.kept)
-        found = chunked_tops(reading.inputs, reading.weight, k, sampling=sampling, **reading.settings)
+        found = chunked_tops(reading.inputs, reading.weight, k, vocab_size=vocab_size, sampling=sampling, **reading.settings)
     return replace(outputs, tops=_place(found, packed, packed.shift.positions))
 
 

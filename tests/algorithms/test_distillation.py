@@ -94,8 +94,39 @@ def test_the_most_probable_tokens_are_those_of_the_whole_logits():
     found = chunked_tops(hidden, weight, 5, sampling=Sampling(heat), chunk_size=4)
     expected = ((hidden @ weight.t()) / heat[:, None]).log_softmax(-1).topk(5)
     torch.testing.assert_close(found[:, :5], expected.values)
-    assert torch.equal(found[:, 5:].long(), expected.indices)
-    assert chunked_tops(hidden, weight, 100).shape == (9, 26)
+    torch.testing.assert_close(found[:, 5].exp(), 1 - expected.values.exp().sum(-1))
+    assert torch.equal(found[:, 6:].long(), expected.indices)
+    assert chunked_tops(hidden, weight, 100).shape == (9, 27)
+    torch.testing.assert_close(chunked_tops(hidden, weight, 3, vocab_size=8), chunked_tops(hidden, weight[:8], 3))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_the_rest_of_a_large_vocabulary_is_precise_in_float32(beta: float):
+    """Policy and teacher are sure of the K tokens: 1 - sum p would be rounding alone."""
+    generator, (n, v, k) = torch.Generator().manual_seed(2), (3, 50_000, 64)
+    student, teacher = (torch.randn(n, v, generator=generator) for _ in range(2))
+    student[:, :k] += 24.0
+    teacher[:, :k] += torch.tensor([[20.0], [24.0], [28.0]])
+
+    def compute(kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        own, eye = student.to(kind).requires_grad_(), torch.eye(1, dtype=kind)
+        rows, theirs = own.reshape(n, v), teacher.to(kind)
+        found, gradients = [], []
+        for row in range(n):  # hidden = 1, weight = the logits of a row
+            tops = chunked_tops(eye, theirs[row, :, None], k)
+            ids, log_probs = tops[:, k + 1 :].long(), theirs[row, None].log_softmax(-1)
+            named = log_probs.gather(1, ids)
+            rest = log_probs.scatter(1, ids, -math.inf).logsumexp(-1)
+            if kind == torch.float32:
+                named, rest = tops[:, :k], tops[:, k]
+            found.append(chunked_divergence(eye, rows[row, :, None], TeacherTops(ids, named, beta, rest)))
+        total = torch.cat(found)
+        gradients = torch.autograd.grad(total.sum(), own)[0]
+        return total.detach(), gradients
+
+    (value, slope), (exact, exact_slope) = compute(torch.float32), compute(torch.float64)
+    torch.testing.assert_close(value.double(), exact, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(slope[:, k:].double(), exact_slope[:, k:], rtol=2e-3, atol=0)
 
 
 def test_advantages_are_the_log_ratio_of_teacher_and_policy():
@@ -206,6 +237,22 @@ async def test_a_divergence_has_one_gradient_whatever_the_micro_batches(reward_c
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert any(gradient.abs().max() > 1e-5 for gradient in gradients[0].values())
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-7, rtol=1e-4)
+
+
+async def test_a_teacher_with_more_embeddings_names_tokens_of_the_policy_alone():
+    student, large = (create_tiny_model(vocab_size=size, hidden_size=16, num_layers=1, seed=1) for size in (32, 40))
+    samples, batch = draw_batch(2)
+    filled = []
+    for options in ({}, {"tops_vocab_size": 32}):
+        teacher = ModelTeacher(backend=create_reference_backend(large, num_tops=10**6, **options))
+        found = await teacher.fill(batch, samples, {"teacher_tops"}, max_tokens=1000)
+        found = estimate_beside_divergence(found, beta=0.7)
+        filled.append(replace(found, loss_weights=found.loss_mask))
+    backend = create_pytorch_backend(student, lr=1e-3)
+    with pytest.raises(DataError, match=r"but the policy has 32 embeddings: .*tops_vocab_size=32"):
+        await backend.forward_backward(filled[0], divergence_loss).result()
+    assert filled[1].teacher_ids is not None and filled[1].teacher_ids.shape[-1] == 32
+    assert (await backend.forward_backward(filled[1], divergence_loss).result())["teacher_divergence"] > 0
 
 
 async def test_the_loss_in_a_model_is_that_of_its_logits():

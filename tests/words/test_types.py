@@ -207,9 +207,9 @@ def test_columns_of_the_wrong_shape_are_refused_by_name(name):
 
 def test_tokens_of_a_teacher_of_the_wrong_shape_are_refused():
     ids = torch.zeros(2, 3, 4, dtype=torch.int32)
-    make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 4))
+    make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 5))
     with pytest.raises(AssertionError, match="teacher_tops has shape"):
-        make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 5))
+        make_batch(torch.ones(2, 3), teacher_ids=ids, teacher_tops=torch.zeros(2, 3, 4))
 
 
 def test_kept_sets_of_the_wrong_shape_are_refused():

@@ -12,6 +12,7 @@ Source: Agarwal et al. 2024 (On-policy distillation of language models), equatio
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from rollouts.algorithms.logprobs import HeadGradients, LogitTransform, OutputHead, Sampling, cast_once, choose_chunk_size
 
 _LEAST = -1e4  # nats; a log-prob below it counts as this, so that a token without probability gives a number
-_SMALLEST_REST = 1e-7  # least probability of the tokens that are not among the K
+_SMALLEST_REST = 1e-7  # least probability of the tokens that are not among the K, where it is known as 1 - sum p, or as none
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class TeacherTops:
     ids: Tensor  # [N, K] integers, no token twice at a position
     log_probs: Tensor  # [N, K] nats
     beta: float  # in [0, 1], see the head of this file
+    rest: Tensor | None = None  # [N] nats, of all other tokens together; None = log(1 - sum p), in float32 noise where that is below 1e-5
 
 
 def divergence(log_probs: Tensor, teacher: Tensor, beta: float, *, has_rest: bool = False) -> Tensor:
@@ -85,7 +87,10 @@ def chunked_divergence(
     size = choose_chunk_size(weight.shape[0], hidden.device.type) if chunk_size is None else chunk_size
     wanted = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias))
     plan = _Plan(size, transform, tops.beta, wanted)
-    return _ChunkedDivergence.apply(hidden, weight, bias, tops.ids, tops.log_probs, temperatures, plan)
+    theirs = tops.log_probs
+    if tops.ids.shape[1] < weight.shape[0]:
+        theirs = _with_rest(theirs) if tops.rest is None else torch.cat([theirs, tops.rest[:, None].to(theirs.dtype)], 1)
+    return _ChunkedDivergence.apply(hidden, weight, bias, tops.ids, theirs, temperatures, plan)
 
 
 def chunked_tops(
@@ -93,6 +98,7 @@ def chunked_tops(
     weight: Tensor,
     k: int,
     *,
+    vocab_size: int | None = None,
     bias: Tensor | None = None,
     sampling: Sampling | None = None,
     chunk_size: int | None = None,
@@ -101,22 +107,29 @@ def chunked_tops(
     """Return the k most probable tokens of each position and their log-probs, without gradient and without [N, V] logits in memory.
 
     Args:
-        k: at least 1; more than V counts as V.
+        k: at least 1; more than the vocabulary counts as the vocabulary.
+        vocab_size: tokens of a smaller vocabulary, the first of this one, over which the distribution is; None = V.
         Others: as in logprobs.chunked_log_probs.
 
-    Returns: # [N, 2 K] float32: log-probs, the largest first, then token ids as numbers, exact below 2^24.
+    Returns: # [N, 2 K + 1] float32: log-probs, the largest first, then that of all other tokens together, then the token ids as numbers,
+        exact below 2^24.
     """
+    if vocab_size is not None:
+        weight, bias = weight[:vocab_size], None if bias is None else bias[:vocab_size]
     vocab_size = weight.shape[0]
     assert vocab_size < 2**24, f"the vocabulary has {vocab_size} tokens, more than float32 numbers exactly"
     size = choose_chunk_size(vocab_size, hidden.device.type) if chunk_size is None else chunk_size
     sampling = sampling or Sampling()
     targets = torch.zeros(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     head = OutputHead(hidden, cast_once(weight, hidden), bias, targets, sampling.temperatures, transform, sampling.kept)
-    room, parts = head.create_room(size), [hidden.new_zeros((0, 2 * min(k, vocab_size)), dtype=torch.float32)]
+    room, parts = head.create_room(size), [hidden.new_zeros((0, 2 * min(k, vocab_size) + 1), dtype=torch.float32)]
     for rows in head.cut(size):
         logits, _ = head.compute_logits(rows, room, keeps_changed=False)
-        found = torch.log_softmax(logits, -1).topk(min(k, vocab_size), dim=-1)
-        parts.append(torch.cat([found.values.float(), found.indices.float()], -1))
+        log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+        found = log_p.topk(min(k, vocab_size), dim=-1)
+        rest = _sum_rest(log_p, found.indices)
+        rest = torch.where(rest.isneginf(), math.log(_SMALLEST_REST), rest)  # the teacher knows no other token, or cannot say one
+        parts.append(torch.cat([found.values.float(), rest.float(), found.indices.float()], -1))
     return torch.cat(parts)
 
 
@@ -141,8 +154,11 @@ class _ChunkedDivergence(torch.autograd.Function):
         room = head.create_room(plan.chunk_size)
         for rows in head.cut(plan.chunk_size):
             logits, _ = head.compute_logits(rows, room, keeps_changed=False)
-            chosen = logits.gather(1, ids[rows].long()) - logits.logsumexp(-1, keepdim=True)
-            out[rows] = divergence(chosen, teacher[rows].to(chosen.dtype), plan.beta, has_rest=ids.shape[1] < weight.shape[0])
+            log_p, places = logits.sub_(logits.logsumexp(-1, keepdim=True)), ids[rows].long()
+            outcomes = log_p.gather(1, places)
+            if ids.shape[1] < weight.shape[0]:
+                outcomes = torch.cat([outcomes, _sum_rest(log_p, places)], 1)
+            out[rows] = divergence(outcomes, teacher[rows].to(outcomes.dtype), plan.beta)
         return out
 
     @staticmethod
@@ -165,23 +181,29 @@ class _ChunkedDivergence(torch.autograd.Function):
                 continue
             logits, changed = head.compute_logits(rows, room, keeps_changed=True)
             log_p, places = logits.sub_(logits.logsumexp(-1, keepdim=True)), ids[rows].long()
-            chosen = log_p.gather(1, places)
-            slope = _slope(chosen, teacher[rows].to(chosen.dtype), plan.beta, has_rest=ids.shape[1] < weight.shape[0])
-            slope = slope * upstream[rows, None]
-            gradients.add(head, rows, log_p.exp_().mul_(-slope.sum(-1, keepdim=True)).scatter_add_(1, places, slope), changed)
+            outcomes = log_p.gather(1, places)
+            if ids.shape[1] < weight.shape[0]:
+                rest = _sum_rest(log_p, places).clamp(min=_LEAST)
+                outcomes = torch.cat([outcomes, rest], 1)
+                log_p.sub_(rest)  # of each other token among them
+            slope = _slope(outcomes, teacher[rows].to(outcomes.dtype), plan.beta) * upstream[rows, None]
+            slope.sub_(outcomes.exp().mul_(slope.sum(-1, keepdim=True)))  # with respect to the logit of an outcome
+            k = places.shape[1]
+            grad = log_p.exp_().mul_(slope[:, k:]) if slope.shape[1] > k else log_p.zero_()
+            gradients.add(head, rows, grad.scatter_(1, places, slope[:, :k]), changed)
         return (*gradients.round(weight, bias)[:3], None, None, None, None)
 
 
-def _slope(log_probs: Tensor, teacher: Tensor, beta: float, *, has_rest: bool) -> Tensor:
-    """Return the derivative of divergence with respect to log_probs # [..., K], each by itself."""
-    if not has_rest:
-        return _slope_of_whole(log_probs, teacher, beta)
-    slope = _slope_of_whole(_with_rest(log_probs), _with_rest(teacher), beta)
-    rest = _with_rest(log_probs)[..., -1:].exp()
-    return slope[..., :-1] - slope[..., -1:] * log_probs.exp() / rest
+def _sum_rest(log_probs: Tensor, places: Tensor) -> Tensor:
+    """Return the log-prob of all tokens but those at `places` # [C, K] together # [C, 1], after setting the log-probs there to -inf.
+
+    The sum has the precision of its largest summand; 1 - sum p would have that of 1.
+    """
+    return log_probs.scatter_(1, places, -math.inf).logsumexp(-1, keepdim=True)
 
 
-def _slope_of_whole(policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
+def _slope(policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Return the derivative of divergence with respect to the policy's log-probs # [..., K], each by itself."""
     policy, teacher = policy.clamp(min=_LEAST), teacher.clamp(min=_LEAST)
     if beta == 0:
         return -teacher.exp()

@@ -117,13 +117,14 @@ def create_fsdp_reference_backend(
     config: FSDPConfig | None = None,
     ranks: Ranks | None = None,
     num_tops: int = 0,
+    tops_vocab_size: int | None = None,
 ) -> FSDPTrainingBackend:
     """Create a reference as create_reference_backend does, over all ranks: log-probs only, no gradients, no optimizer state.
 
     Args:
         model: a directory, or a model. The model is frozen: pass a copy of a policy.
         dtype: dtype of its weights; bfloat16 takes half the memory and needs a config with mixed_precision bfloat16.
-        num_tops: as in create_reference_backend.
+        num_tops, tops_vocab_size: as in create_reference_backend.
         Other arguments: as in create_fsdp_backend.
     """
     place = _arrange(model, tokenizer, device, ranks, config)
@@ -139,7 +140,7 @@ def create_fsdp_reference_backend(
         config=place.config,
         ranks=place.ranks,
         tokenizer=place.tokenizer,
-        compute_outputs=partial(compute_tops, k=num_tops) if num_tops else compute_log_probs,
+        compute_outputs=partial(compute_tops, k=num_tops, vocab_size=tops_vocab_size) if num_tops else compute_log_probs,
     )
 
 

@@ -75,8 +75,8 @@ class ModelTeacher:
         found = shift_back(found, batch, rows, shifts)
         if "teacher_tops" not in wanted:
             return replace(batch, teacher_log_probs=found)
-        k = (found.shape[-1] - 1) // 2
-        tops, ids = found[..., 1 : 1 + k], found[..., 1 + k :].to(torch.int32)
+        k = (found.shape[-1] - 2) // 2
+        tops, ids = found[..., 1 : 2 + k], found[..., 2 + k :].to(torch.int32)
         return replace(batch, teacher_log_probs=found[..., 0].contiguous(), teacher_tops=tops.contiguous(), teacher_ids=ids)
 
 
@@ -85,7 +85,7 @@ def _select_log_probs(outputs: TokenOutputs) -> Tensor:
 
 
 def _select_both(outputs: TokenOutputs) -> Tensor:
-    """Return log-probs of the tokens, then those of the most probable ones and their ids. # [B, T, 1 + 2 K]"""
+    """Return log-probs of the tokens, then those of the most probable ones and of all others, then the ids. # [B, T, 2 + 2 K]"""
     assert outputs.tops is not None, "the teacher's backend computes no most probable tokens: make it with num_tops="
     return torch.cat([outputs.log_probs[..., None], outputs.tops], -1)
 
