@@ -93,6 +93,7 @@ class Answerer:
 
     async def answer(self, session: Session, prepared: Prepared) -> Answered:
         """Play or sample the answers to a request, and record them. Raises Refusal."""
+        created = int(time.time())
         self._check_places(prepared.request.wishes.n)
         session.counts["num_requests"] += 1
         name = f"{session.request_prefix}-{next(self._numbers)}"
@@ -122,7 +123,7 @@ class Answerer:
         except BaseException:
             session.forget({answer.number for answer, _ in answers} | {number for number in numbers if number is not None})
             raise
-        return Answered(id=name, created=int(time.time()), replies=tuple(reply for _, reply in answers))
+        return Answered(id=name, created=created, completed=int(time.time()), replies=tuple(reply for _, reply in answers))
 
     def _ask(self, prepared: Prepared) -> Asked:
         """Return a request as cassettes have it."""

@@ -43,6 +43,7 @@ class GatewayRequest:
     is_dry: bool = False  # whether only the tokens of the prompt are counted
     instructions: str | None = None  # text of a system message before all others; it is no part of a stored history
     previous: str | None = None  # id of the stored answer whose history comes before the messages
+    answered_calls: Mapping[str, str] = field(default_factory=dict[str, str])  # ids of calls that are not in it -> fields that answer them
     is_stored: bool = False  # whether the session keeps the answer with its history, for requests that name it
     repeated: Mapping[str, Any] = field(default_factory=dict[str, Any])  # fields of the request that its answer repeats
 
@@ -65,7 +66,8 @@ class Answered:
     """The replies to one request."""
 
     id: str  # unique in the gateway
-    created: int  # seconds since 1970
+    created: int  # seconds since 1970, when the request arrived
+    completed: int  # seconds since 1970
     replies: tuple[Reply, ...]
 
     @property
@@ -108,14 +110,6 @@ def reply_message(reply: Reply) -> Message:
     """Return a reply as the message that a client keeps in its history."""
     calls = tuple(call.to_dict() for call in reply.calls) or None
     return Message(role="assistant", content=reply.text or None, tool_calls=calls)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    """An answer that later requests may name instead of sending its history."""
-
-    history: tuple[Message, ...]  # messages of its request without the instructions, and the reply
-    body: Mapping[str, Any]  # answer as JSON
 
 
 def insert_history(request: GatewayRequest, history: tuple[Message, ...]) -> GatewayRequest:

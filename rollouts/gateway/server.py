@@ -29,6 +29,7 @@ from rollouts.gateway.cassettes.tapes import Tapes, find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
 from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
+from rollouts.gateway.dialects.fields import refuse
 from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
@@ -36,10 +37,10 @@ from rollouts.gateway.http.access import check_access, check_key, digest_api_key
 from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
 from rollouts.gateway.http.wire import CLIENT_HAS_LEFT
 from rollouts.gateway.refusals import Refusal, parse_body
-from rollouts.gateway.requests import Answered, GatewayRequest, Stored, insert_history, reply_message
+from rollouts.gateway.requests import Answered, GatewayRequest, insert_history, reply_message
 from rollouts.gateway.samples import Rows, answers_to_samples
 from rollouts.gateway.sampling import refuse_faults
-from rollouts.gateway.sessions import Session
+from rollouts.gateway.sessions import Session, Stored
 from rollouts.outcomes import StopReason
 from rollouts.types import Sample
 
@@ -230,8 +231,10 @@ class Gateway:
     async def _reply(self, dialect: Dialect, session: Session, request: GatewayRequest) -> HTTPResponse | HTTPEvents:
         """Return the answer to a request for completions. Raises Refusal."""
         if request.instructions is not None or request.previous is not None:
-            history = () if request.previous is None else _find_stored(session, request.previous, 400).history
+            history = () if request.previous is None else _find_stored(session, request.previous, 400).collect_history()
             request = insert_history(request, history)
+        if request.answered_calls:
+            _check_calls(session, request)
         prepared = self._answerer.prepare(session, request)
         if request.is_dry:
             return HTTPResponse(body=dump({"input_tokens": len(prepared.plan.tokens)}).encode())
@@ -380,12 +383,24 @@ def _find_stored(session: Session | None, name: str, status: int) -> Stored:
     return found
 
 
+def _check_calls(session: Session, request: GatewayRequest) -> None:
+    """Raise Refusal (400) for the output of a call that nobody made."""
+    known = session.call_ids | {call.get("id") for message in request.messages for call in message.tool_calls or ()}
+    for call_id, where in request.answered_calls.items():
+        if call_id not in known:
+            raise refuse(where, call_id, "the id of a call: neither the request nor its session has this one")
+
+
 def _store(dialect: Dialect, session: Session, request: GatewayRequest, answered: Answered) -> None:
     """Keep an answer that later requests may name, if it is to be kept."""
     if dialect.name_stored is not None and request.is_stored:
-        messages = request.messages[request.instructions is not None :]
-        history = (*messages, reply_message(answered.replies[0]))
-        session.stored[dialect.name_stored(answered)] = Stored(history=history, body=dialect.write(request, answered))
+        reply = answered.replies[0]
+        session.stored[dialect.name_stored(answered)] = Stored(
+            answer=session.answers[reply.number],
+            reply=reply_message(reply),
+            has_instructions=request.instructions is not None,
+            body=dialect.write(request, answered),
+        )
 
 
 async def _ping(send: SendText, interval_s: float, sending: trio.Lock) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import chain
@@ -22,7 +22,7 @@ from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import EngineError
 from rollouts.gateway.known_texts import KnownTexts
-from rollouts.gateway.requests import MessageKey, Reply, Stored, make_key, reply_message
+from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
 from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Answer:
     begins_context: bool  # whether its prompt does not begin with the parent's context: no parent, or a rewritten history
     given: tuple[int, ...]  # tokens of the prompt, behind the parent's context if it goes on from that
     added: tuple[Message, ...]  # messages of the request behind the parent's history; all of them without a parent
+    asked: tuple[Message, ...]  # messages of the request in the client's form, behind those of the parent's request; all without a parent
     messages: tuple[Message, ...]  # whole history as the template gets it, this answer last, with its text as sampled
     text: str  # text as sampled, without its ending
     prompt_text: str  # text of a plain prompt; "" for messages
@@ -60,6 +61,29 @@ class Answer:
             answer = None if answer.begins_context else answer.parent
         return tuple(chain.from_iterable(reversed(parts)))
 
+    def collect_asked(self) -> tuple[Message, ...]:
+        """Return all messages of its request in the client's form."""
+        parts: list[tuple[Message, ...]] = []
+        answer: Answer | None = self
+        while answer is not None:
+            parts.append(answer.asked)
+            answer = answer.parent
+        return tuple(chain.from_iterable(reversed(parts)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """An answer that later requests may name instead of sending its history."""
+
+    answer: Answer
+    reply: Message  # as the client got it
+    has_instructions: bool  # whether its request begins with instructions, which are no part of the history
+    body: Mapping[str, Any]  # answer as JSON
+
+    def collect_history(self) -> tuple[Message, ...]:
+        """Return the messages of its request without the instructions, and the reply."""
+        return (*self.answer.collect_asked()[self.has_instructions :], self.reply)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -69,6 +93,7 @@ class Plan:
     begins_context: bool
     given: tuple[int, ...]
     added: tuple[Message, ...]
+    asked: tuple[Message, ...] = ()  # see Answer
     messages: tuple[Message, ...]  # whole history as the template gets it
     tokens: tuple[int, ...]  # the whole prompt
     path: tuple[MessageKey, ...] = ()  # the request's messages as keys
@@ -104,6 +129,7 @@ class Session:
     is_interruptible: bool = False  # whether an aborted request ends the session; False = the gateway sends it again with its tokens
     answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
     stored: dict[str, Stored] = field(default_factory=dict[str, Stored])  # answers that later requests may name, by id
+    call_ids: set[str] = field(default_factory=set[str])  # calls of its replies
     counts: Counter[str] = field(default_factory=Counter[str])  # num_requests, num_cancelled, num_undelivered, num_refused
     temperature: float | None = None  # temperature of its log-probs, chosen by the first request
     is_closed: bool = False
@@ -201,6 +227,7 @@ class Session:
             begins_context=plan.begins_context,
             given=plan.given,
             added=plan.added,
+            asked=plan.asked,
             messages=(*plan.messages, *message),
             text=text,
             prompt_text=plan.prompt_text,
@@ -230,7 +257,8 @@ class Session:
         return conversation.open(answer.messages[:-1]) if kept is None else kept
 
     def note_reply(self, plan: Plan, answer: Answer, reply: Reply) -> None:
-        """Remember a reply as the client gets it, so that its history is recognised."""
+        """Remember a reply as the client gets it, so that its history and its calls are recognised."""
+        self.call_ids.update(str(call.id) for call in reply.calls)
         if not plan.messages:
             return
         place = self._roots.setdefault(plan.root, _Place())
@@ -241,6 +269,8 @@ class Session:
     def forget(self, numbers: Iterable[int]) -> None:
         """Leave out answers that could not be sent: no program has seen them."""
         lost = tuple(numbers)
+        for name in [name for name, stored in self.stored.items() if stored.answer.number in lost]:
+            del self.stored[name]
         for number in lost:
             self._rendered.pop(number, None)
             if self.answers.pop(number, None) is not None:
@@ -274,6 +304,7 @@ def plan_messages(
             begins_context=True,
             given=tokens,
             added=shown,
+            asked=tuple(messages),
             messages=shown,
             tokens=tokens,
             path=path,
@@ -286,6 +317,7 @@ def plan_messages(
         begins_context=False,
         given=(),
         added=added,
+        asked=tuple(messages[depth - 1 :]),  # the parent's reply is the first
         messages=(*parent.messages, *added),
         tokens=(),
         path=path,

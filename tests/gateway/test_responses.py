@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import needs
@@ -12,7 +13,7 @@ from chat_templates import CHATML, create_tokenizer, encode
 from ledgers import LedgerEngine, check_same
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.gateway import open_gateway
+from rollouts.gateway import answering, open_gateway
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES, read_response
 from rollouts.gateway.refusals import Refusal
 from rollouts.testing import FakeEngine, random_answer, script_answer
@@ -185,7 +186,24 @@ async def test_responses_and_events_have_the_fields_of_the_package_and_no_others
         ({"input": [{"type": "image_generation_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-        ({"input": [{"role": "assistant", "content": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "input[1]"),
+        ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "no"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 1}]}]}, "input[0].content[0].refusal"),
+        ({"metadata": 5}, "metadata"),
+        ({"metadata": {"a": 5}}, "metadata.a"),
+        ({"reasoning": "hmm"}, "reasoning"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"reasoning": {"zzz": 3}}, "reasoning.zzz"),
+        ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        ({"service_tier": 7}, "service_tier"),
+        ({"max_tool_calls": "1"}, "max_tool_calls"),
+        ({"prompt_cache_key": []}, "prompt_cache_key"),
+        ({"user": 1}, "user"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"text": {"zzz": 1}}, "text.zzz"),
+        ({"text": {"verbosity": 1}}, "text.verbosity"),
+        ({"text": {"format": {"type": "text", "zzz": 1}}}, "text.format.zzz"),
+        ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -215,6 +233,63 @@ def test_calls_of_the_assistant_join_the_message_before_them():
     messages = read_response({"input": items}).messages
     assert [message.role for message in messages] == ["system", "user", "assistant", "tool", "tool", "assistant", "tool"]
     assert [one["id"] for one in messages[2].tool_calls] == ["c0", "c1"] and messages[2].content == "so"
+
+
+def test_a_last_item_of_the_assistant_is_shown_and_a_refusal_is_its_text():
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]}
+    with pytest.raises(Refusal, match=r'^input\[1\] is {"role": "assistant", "content": '):
+        read_response({"input": [{"role": "user", "content": "x"}, said]})
+    assert read_response({"input": [said, {"role": "user", "content": "x"}]}).messages[0].content == "ab"
+
+
+async def test_empty_instructions_are_none_and_times_are_of_the_beginning_and_the_end(monkeypatch):
+    times = iter((5.5, 8.5, 10.5, 11.5))
+    monkeypatch.setattr(answering, "time", SimpleNamespace(time=lambda: next(times)))
+    engine = FakeEngine(script_answer((5, TOKENIZER.eos_token_id)))
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        for more in ({"instructions": ""}, {}):
+            body = (await client.post(f"{gateway.url('a')}/responses", json={"input": "x", **more})).json()
+    first, second = [call.arguments["prompt_tokens"] for call in engine.calls]
+    assert first == second
+    assert (body["created_at"], body["completed_at"]) == (10.0, 11.0)
+
+
+async def test_the_output_of_a_call_that_nobody_made_is_refused():
+    tokenizer = create_tokenizer(TOOL_CHATML)
+    async with open_gateway(create_calling_engine(tokenizer), tokenizer) as gateway, httpx.AsyncClient() as client:
+        url = f"{gateway.url('a')}/responses"
+
+        async def post(call_id, **more):
+            output = {"type": "function_call_output", "call_id": call_id, "output": "tool 2"}
+            answer = await client.post(url, json={"input": [{"role": "user", "content": "x"}, output], "tools": TOOLS, **more})
+            return answer.status_code, answer.json()
+
+        first = (await client.post(url, json={"input": "1+1", "tools": TOOLS})).json()
+        call_id = first["output"][-1]["call_id"]
+        for more in ({}, {"previous_response_id": first["id"]}):
+            assert (await post(call_id, **more))[0] == 200
+            status, body = await post("call_other", **more)
+            assert (status, body["error"]["param"]) == (400, "input[1].call_id") and "call_other" in body["error"]["message"]
+
+
+async def test_kept_responses_have_what_is_new_alone_and_end_with_their_answers():
+    async with open_gateway(FakeEngine(random_answer()), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url, items = f"{gateway.url('a')}/responses", [{"role": "user", "content": "x"}]
+        for k in range(4):  # with the whole history in each request, instructions that change, and an item of the assistant
+            body = (await client.post(url, json={"input": items, "instructions": f"i{k % 2}"})).json()
+            items += [*body["output"], {"role": "user", "content": f"y{k}"}]
+        for k in range(2):
+            asked = {"input": f"z{k}", "previous_response_id": body["id"]}
+            body = (await client.post(url, json=asked)).json()
+        session = gateway.sessions["a"]
+        stored = session.stored[body["id"]]
+        texts = [message.content for message in stored.collect_history()]
+        assert texts[0::2] == ["x", "y0", "y1", "y2", "z0", "z1"] and stored.collect_history()[-1].role == "assistant"
+        assert [len(one.answer.asked) for one in session.stored.values()] == [2, 4, 4, 4, 9, 2]
+        session.forget([stored.answer.number])
+        assert body["id"] not in session.stored and len(session.stored) == 5
+        answer = await client.post(url, json={"input": "z", "previous_response_id": body["id"]})
+        assert answer.status_code == 400
 
 
 async def test_a_response_belongs_to_its_session_and_requests_without_one_keep_none():

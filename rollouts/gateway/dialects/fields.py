@@ -146,9 +146,10 @@ class Fields:
         for part in self.read_objects(name, "a text, or a list of parts", "an object with a type and a text"):
             if part.get("type") not in kinds:
                 raise part.refuse_unsupported("type", f"this gateway reads texts ({', '.join(kinds)})")
-            if not isinstance(part.get("text"), str):
-                raise part.refuse("text", "a text")
-            texts.append(part.get("text"))
+            field = "refusal" if part.get("type") == "refusal" else "text"
+            if not isinstance(part.get(field), str):
+                raise part.refuse(field, "a text")
+            texts.append(part.get(field))
         return "".join(texts)
 
 

@@ -50,6 +50,7 @@ _REFUSED_ITEMS: Mapping[str, str] = MappingProxyType({
     "reasoning": "thoughts are part of the text that the policy writes, so its responses have no such items; leave them out",
     "item_reference": "a session keeps responses, not single items: send the item itself, or name the response with previous_response_id",
 })  # fmt: skip
+_REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 _ROLES = ("user", "system", "developer", "assistant")
 
 
@@ -57,8 +58,11 @@ def read_response(body: Body) -> GatewayRequest:
     """Read a request. Raises Refusal."""
     fields, request = read_head(body, _KNOWN)
     form = fields.read_object("text")
+    form.check_known({"format": None, "verbosity": None})
+    form.read_text("verbosity")
     if form.read_object("format").get("type", "text") != "text":
         raise form.refuse_unsupported("format", "engines sample freely, so that log-probs are the policy's; ask for it in words")
+    form.read_object("format").check_known({"type": None})
     if fields.get("truncation") not in (None, "disabled"):
         raise fields.refuse_unsupported("truncation", "a prompt that is too long is refused; edit the items")
     included = fields.read_list("include", "a list of texts", lambda value, _: value) if fields.get("include") is not None else ()
@@ -70,26 +74,51 @@ def read_response(body: Body) -> GatewayRequest:
         temperature=fields.read_number("temperature", least=0, most=2),
         top_p=fields.read_number("top_p", least=0, most=1, above=True),
     )
+    messages, answered_calls = _read_input(fields)
     return replace(
         request,
-        messages=_read_input(fields),
+        messages=messages,
+        answered_calls=answered_calls,
         tools=choose_tools(fields.get("tool_choice"), fields, tuple(map(_read_tool, given))),
         wishes=wishes,
         log_probs=_LOG_PROBS in included,
-        instructions=fields.read_text("instructions"),
+        instructions=fields.read_text("instructions") or None,
         previous=fields.read_text("previous_response_id"),
         is_stored=fields.read_flag("store", default=True),
-        repeated={name: usual if fields.get(name) is None else fields.get(name) for name, usual in _REPEATED.items()},
+        repeated=_read_repeated(fields),
     )
 
 
-def _read_input(fields: Fields) -> tuple[Message, ...]:
-    """Return the messages of the input; calls that follow a message of the assistant, or one another, are of one message."""
+def _read_repeated(fields: Fields) -> Mapping[str, Any]:
+    """Return the fields that the response repeats. Raises Refusal for one of another type, of those that nothing else reads."""
+    metadata, reasoning = fields.read_object("metadata"), fields.read_object("reasoning")
+    for name, value in metadata.values.items():
+        if not isinstance(value, str):
+            raise metadata.refuse(name, "a text")
+    reasoning.check_known(dict.fromkeys(_REASONING))
+    for name in _REASONING:
+        reasoning.read_text(name)
+    for name in ("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user"):
+        fields.read_text(name)
+    for name in ("prompt_cache_options", "stream_options"):
+        fields.read_object(name)
+    fields.read_flag("parallel_tool_calls")
+    fields.read_int("max_tool_calls")
+    return {name: usual if fields.get(name) is None else fields.get(name) for name, usual in _REPEATED.items()}
+
+
+def _read_input(fields: Fields) -> tuple[tuple[Message, ...], Mapping[str, str]]:
+    """Return the messages of the input, and the calls whose outputs it has and which are not in it themselves (GatewayRequest).
+
+    Calls that follow a message of the assistant, or one another, are of one message.
+    """
     given = fields.get("input")
     if isinstance(given, str):
-        return (Message(role="user", content=given),)
+        return (Message(role="user", content=given),), {}
     messages: list[Message] = []
-    for item in fields.read_objects("input", "a text, or a list of items", "an item: an object with a type"):
+    items = fields.read_objects("input", "a text, or a list of items", "an item: an object with a type")
+    answered: dict[str, str] = {}
+    for item in items:
         kind = item.get("type", "message")
         known = _ITEMS.get(kind) if isinstance(kind, str) else None
         if known is None:
@@ -100,22 +129,27 @@ def _read_input(fields: Fields) -> tuple[Message, ...]:
             messages.append(_read_message(item))
         elif kind == "function_call_output":
             text = item.read_parts("output", ("input_text", "output_text"))
-            messages.append(Message(role="tool", content=text, tool_call_id=item.need_text("call_id", "the id of the call")))
+            call_id = item.need_text("call_id", "the id of the call")
+            answered.setdefault(call_id, item.name("call_id"))
+            messages.append(Message(role="tool", content=text, tool_call_id=call_id))
         else:
             last = messages.pop() if messages and messages[-1].role == "assistant" else Message(role="assistant", content="")
             messages.append(replace(last, tool_calls=(*(last.tool_calls or ()), _read_call(item))))
     if not messages:
         raise fields.refuse("input", "at least one item")
     if messages[-1].role == "assistant":
-        raise refuse("input", "...", "a last item of another role: an item of the assistant is not continued here")
-    return tuple(messages)
+        last = items[-1]
+        raise refuse(last.place, last.values, "a last item of another role: an item of the assistant is not continued here")
+    made = {call["id"] for message in messages for call in message.tool_calls or ()}
+    return tuple(messages), {call_id: where for call_id, where in answered.items() if call_id not in made}
 
 
 def _read_message(item: Fields) -> Message:
     role = item.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise item.refuse("role", f"one of {', '.join(_ROLES)}")
-    content = item.read_parts("content", ("input_text", "output_text", "text"))
+    kinds = ("input_text", "output_text", "text", *(("refusal",) if role == "assistant" else ()))
+    content = item.read_parts("content", kinds)
     return Message(role="system" if role == "developer" else role, content=content)
 
 
@@ -130,6 +164,7 @@ def _read_call(item: Fields) -> Mapping[str, Any]:
 def _read_tool(fields: Fields) -> Mapping[str, Any]:
     if fields.get("type") != "function":
         raise fields.refuse_unsupported("type", "tools are functions; the policy has no tools of a server")
+    fields.read_flag("strict")
     return make_tool(fields, "parameters")
 
 
@@ -152,7 +187,7 @@ def write_response(request: GatewayRequest, answered: Answered) -> JSON:
     is_cut = reply.finish == "length"
     return _frame(request, answered) | {
         "status": "incomplete" if is_cut else "completed",
-        "completed_at": None if is_cut else float(answered.created),
+        "completed_at": None if is_cut else float(answered.completed),
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": _write_items(request, answered, reply),
         "usage": usage,
