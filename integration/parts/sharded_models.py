@@ -6,6 +6,7 @@ No rank sends a model to another: each reads its slices of a directory, or creat
 from __future__ import annotations
 
 import gc
+import re
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from integration.parts.model_settings import create_tokenizer, find_directory
 from integration.parts.models import Companions, create_backend, create_companions, create_model
 from integration.settings.config import Config, count_tops, find_teacher_models
+from integration.settings.sections import RLSection, SFTSection
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reference_backend
@@ -31,6 +33,7 @@ from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.models.heads import load_critic_model
 from rollouts.models.loading import load_hf_model, parse_device
+from rollouts.training.steps import require_balance, require_replay
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +65,21 @@ def build_policy(
         rows_per_unit=rows_per_unit,
         **vars(optimizer),
     )
+
+
+def check_experts(backend: TrainingBackend, section: SFTSection | RLSection, place: str) -> None:
+    """Raise ConfigError, with the setting's name, unless the backend and its model can do with experts what a stage asks for.
+
+    Args:
+        place: name of the section.
+    """
+    try:
+        if section.router_balance_coef:
+            require_balance(backend)
+        if isinstance(section, RLSection) and section.router_replay:
+            require_replay(backend)
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"(\w+\.)?(?=router_(balance_coef|replay)\b)", f"{place}.", str(error), count=1)) from error
 
 
 def seed_dropout(config: Config, rank: int) -> None:

@@ -26,7 +26,7 @@ from integration.parts.engines import create_embedded_engine, open_engines, open
 from integration.parts.model_settings import check_companions, create_tokenizer, find_directory, read_model_config
 from integration.parts.models import Companions, open_companions
 from integration.parts.rewards import open_task, open_training_reward, use_own_reward
-from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model
+from integration.parts.sharded_models import check_experts, create_beside, create_policy, create_sampling_model
 from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
@@ -114,6 +114,7 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     task = create_task(config, tokenizer, "sft") if task is None else task
     logger = None if control.logger is None else StageLogger(control.logger, "sft")
     backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
+    check_experts(backend, config.sft, "sft")
     control.watch_backend(backend, "policy")
     crashes = control.watch_crashes(output_dir, "sft", config, {"policy": backend})
     checkpoint_dir = output_dir / CHECKPOINTS
@@ -248,15 +249,15 @@ async def _open_rl(
 ) -> AsyncGenerator[_RLStage]:
     """Make the parts of the RL stage, and open those that are to be closed at the end of the block."""
     check_companions(config, source_checkpoint)
-    tokenizer = create_tokenizer(config, source_checkpoint)
+    start, tokenizer = source_checkpoint, create_tokenizer(config, source_checkpoint)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
     task = create_task(config, tokenizer, "rl") if task is None else task
     check_teacher_fields(config, task)
     budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
-    start = source_checkpoint
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
+    check_experts(backend, config.rl, "rl")
     companions = create_beside(config, control.group, algorithm.requires, model, tokenizer, start, count_critic_updates(config))
     crashes = _watch(control, output_dir, config, backend, companions)
     if task.recorded is not None:

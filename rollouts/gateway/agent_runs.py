@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import trio
 
 from rollouts.agents.config import OnEpisodeError
-from rollouts.checks import describe_function, is_async_function
+from rollouts.checks import describe_function, is_async_function, is_finite_number
 from rollouts.config import RewardConfig, check_choice, check_count, check_positive, check_setting
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
@@ -106,7 +106,7 @@ class AgentConfig:
         good = timeout is None or (is_number(timeout) and timeout > 0)
         check_setting(good, "AgentConfig.timeout_s", timeout, "seconds above 0, or None for no limit")
         reward = self.failed_reward
-        check_setting(reward is None or is_number(reward), "AgentConfig.failed_reward", reward, "a number, or None")
+        check_setting(reward is None or is_finite_number(reward), "AgentConfig.failed_reward", reward, "a finite number, or None")
 
 
 class AgentFault(EpisodeError):

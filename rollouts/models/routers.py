@@ -57,7 +57,7 @@ class Routers:
         """Raise ConfigError unless recorded experts can be replayed."""
         problem = self.problem or self.replay_problem
         if problem is not None:
-            raise ConfigError(f"router_replay is set, but {problem}: set it to False")
+            raise ConfigError(f"RLTrainingConfig.router_replay is set, but {problem}: set it to False")
 
 
 @contextmanager

@@ -144,8 +144,8 @@ def check_records_experts(engines: Sequence[InferenceEngine]) -> None:
     for engine in engines:
         if EngineFeature.ROUTED_EXPERTS not in get_engine_features(engine):
             raise ConfigError(
-                f"router_replay is set, but {getattr(engine, 'name', type(engine).__name__)} does not record the experts of its tokens: "
-                "use InProcessEngine(..., record_experts=True), the embedded engine, or set router_replay to False"
+                f"RLTrainingConfig.router_replay is set, but {getattr(engine, 'name', type(engine).__name__)} does not record the experts "
+                "of its tokens: use InProcessEngine(..., record_experts=True), the embedded engine, or set router_replay to False"
             )
 
 
@@ -154,8 +154,9 @@ def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> None
     for sample, is_trained in zip(samples, batch.trainable.tolist(), strict=True):
         if is_trained and sample.routed_experts is None:
             raise DataError(
-                f"router_replay is set, but {describe_sample(sample)} has no routed_experts: a generate_fn must keep those of its "
-                "completions, as create_generate_fn does, and a policy of episodes AgentAction.routed_experts. Set router_replay to False"
+                f"RLTrainingConfig.router_replay is set, but {describe_sample(sample)} has no routed_experts: a generate_fn must keep "
+                "those of its completions, as create_generate_fn does, and a policy of episodes AgentAction.routed_experts. "
+                "Set router_replay to False"
             )
 
 

@@ -273,8 +273,8 @@ class RLRun:
             check_records_experts(parts.engines)
             if "segment_log_probs" in self.algorithm.requires:
                 raise ConfigError(
-                    "router_replay is set, but the algorithm requires segment_log_probs, which are computed without recorded experts: set "
-                    "router_replay or segment_wise to False"
+                    "RLTrainingConfig.router_replay is set, but the algorithm requires segment_log_probs, which are computed without "
+                    "recorded experts: set router_replay or segment_wise to False"
                 )
         if config.sleep_engines:
             for engine in parts.engines:

@@ -135,7 +135,10 @@ def test_the_best_rollout_of_a_group_is_preferred_to_its_worst():
 
 
 BAD = {
-    "no rejected": ({"prompt": "a", "chosen": "b"}, "knows no row with the columns prompt, chosen. It reads rows with chosen and rejected"),
+    "no rejected": (
+        {"prompt": "a", "chosen": "b"},
+        "on preferences knows no row with the columns prompt, chosen. It reads rows with chosen and rejected",
+    ),
     "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same 3 tokens"),
     "no prompt": ({"chosen": "a", "rejected": "b"}, "chosen and rejected are texts without a prompt that share no beginning"),
     "margin": ({**TEXT, "margin": "wide"}, "margin is 'wide'"),

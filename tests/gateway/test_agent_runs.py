@@ -325,3 +325,9 @@ async def test_programs_get_the_variables_that_they_are_given_and_no_others(tmp_
     result = await run_program([sys.executable, "-c", "import os, json; print(json.dumps(dict(os.environ)))"], b"", environment={"A": "1"})
     found = json.loads(result.last_line)
     assert found["A"] == "1" and "SECRET_OF_MINE" not in found
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True])
+def test_a_reward_of_failed_programs_is_a_finite_number(value: float):
+    with pytest.raises(ConfigError, match=r"AgentConfig.failed_reward is .*expected a finite number, or None"):
+        AgentConfig(failed_reward=value)

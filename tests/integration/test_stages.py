@@ -14,7 +14,8 @@ from integration.expressions.algorithm import resolve_algorithm
 from integration.parts import models
 from integration.parts.model_settings import check_companions
 from integration.parts.models import Companions, create_companions, create_model
-from integration.run.stages import RunControl, run_rl
+from integration.run.stages import RunControl, run_rl, run_sft
+from integration.settings.command_line import name_as_typed
 from integration.settings.config import Config, create_kl_control
 from integration.settings.sections import (
     CriticSection,
@@ -408,3 +409,18 @@ def test_settings_that_would_change_nothing_are_refused(
     (tmp_path / "own.py").write_text(OWN_KL)
     with pytest.raises(ConfigError, match=message):
         _ = start(algorithm, **sections).algorithm
+
+
+@pytest.mark.parametrize(("stage", "option"), [("sft", "router_balance_coef"), ("rl", "router_balance_coef"), ("rl", "router_replay")])
+async def test_experts_of_a_model_without_them_are_refused_by_the_option_before_any_evaluation(tmp_path: Path, stage: str, option: str):
+    config = Config()
+    section = replace(getattr(config, stage), **{option: True if option == "router_replay" else 0.1})
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="is set, but") as caught:
+        if stage == "sft":
+            await run_sft(replace(config, sft=section), tmp_path, RunControl(say=said.append))
+        else:
+            await run_rl(replace(config, rl=section), tmp_path, None, RunControl(say=said.append))
+    flag = f"--{stage}.{option.replace('_', '-')}"
+    assert name_as_typed([], Config(), str(caught.value)).startswith(f"{flag} is set, but"), caught.value
+    assert not said and not list(tmp_path.iterdir())

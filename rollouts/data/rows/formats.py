@@ -159,7 +159,7 @@ def read_pair(row: Row, where: str) -> Row:
     """
     missing = [name for name in ("chosen", "rejected") if row.get(name) is None]
     if missing:
-        raise DataError(describe_unknown(row, where, "the training of a reward model", PAIR_FORMATS, example="chosen"))
+        raise DataError(describe_unknown(row, where, "training on preferences", PAIR_FORMATS, example="chosen"))
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str) and row.get("prompt") is None:
         shared = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), 0)
