@@ -32,7 +32,7 @@ def train(directory: Path, arguments: Sequence[str]) -> None:
 
 def find_last(stage: Path) -> Path:
     """Return the last checkpoint of a stage."""
-    return max((stage / "checkpoints").glob("step_*"))
+    return max((stage / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def run_all(output_dir: Path, seeds: int, num_steps: int, size: Sequence[str] = ()) -> None:
@@ -55,7 +55,7 @@ def run_all(output_dir: Path, seeds: int, num_steps: int, size: Sequence[str] = 
 def read_accuracies(output_dir: Path, name: str) -> list[list[float]]:
     """Return the held-out accuracy before and after each step, of each seed."""
     found: list[list[float]] = []
-    for path in sorted(output_dir.glob(f"{name}[0-9]/metrics.jsonl")):
+    for path in sorted(output_dir.glob(f"{name}[0-9]*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         found.append([line["eval_accuracy"] for line in lines if "eval_accuracy" in line])
     return found

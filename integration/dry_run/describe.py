@@ -277,7 +277,8 @@ def describe_teacher(config: Config) -> str:
     else:
         who = section.path or ", ".join(section.url) or "the policy itself"
     reads = "" if section.context is None else f", which reads {section.context!r}"
-    tops = f"; the {section.top_k or 'vocabulary of'} most probable tokens" if "teacher_tops" in config.algorithm.requires else ""
+    named = f"the {section.top_k} most probable tokens" if section.top_k else "the whole vocabulary"
+    tops = f"; {named}" if "teacher_tops" in config.algorithm.requires else ""
     return f"{who}{reads}{tops}"
 
 

@@ -304,22 +304,32 @@ def check_engine(section: EngineSection, environment: Mapping[str, str], *, devi
 
 
 def create_server_engine(section: EngineSection, url: str, environment: Mapping[str, str], **options: Any) -> ServerEngine:
-    """Create the client of a server. Raises ConfigError if the variable for its API key is not set."""
+    """Create the client of a server.
+
+    Args:
+        options: arguments of the client, in place of those of the section.
+
+    Raises: ConfigError if the variable for its API key is not set.
+    """
     kinds: dict[str, Callable[..., ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
-    key_variable = section.api_key_variable
-    if key_variable is not None and key_variable not in environment:
-        raise ConfigError(
-            f"engine.api_key_variable is {key_variable!r}, but there is no such environment variable: export the key under this name"
-        )
     settings: dict[str, Any] = {
         "in_flight": section.in_flight,
         "allow_cast": True,  # the trainer's weights are float32, a server's often bfloat16
-        "api_key": None if key_variable is None else environment[key_variable],
+        "api_key": read_api_key("engine", section.api_key_variable, environment),
         "path_map": PathMap.parse(section.path_map),
         "deadlines": create_deadlines(section),
     }
     raise_open_file_limit()
     return kinds[section.kind](url, **{**settings, **options})
+
+
+def read_api_key(section: str, variable: str | None, environment: Mapping[str, str]) -> str | None:
+    """Read the API key of the servers of a section. Raises ConfigError if its variable is not set."""
+    if variable is not None and variable not in environment:
+        raise ConfigError(
+            f"{section}.api_key_variable is {variable!r}, but there is no such environment variable: export the key under this name"
+        )
+    return None if variable is None else environment[variable]
 
 
 def create_deadlines(section: EngineSection) -> Deadlines:

@@ -18,7 +18,7 @@ from rollouts.models.hub import HubModel, find_hub_model, is_hub_name
 
 AnyConfig = TypeVar("AnyConfig", Config, RewardModelConfig)
 
-_PLACES = (("model", "path"), ("reference", "path"), ("teacher", "path"), ("critic", "path"), ("reward", "model"))
+_PLACES = (("model", "path"), ("reference", "path"), ("teacher", "path"), ("teacher", "tokenizer"), ("critic", "path"), ("reward", "model"))
 """Settings that name a model: section and field."""
 
 
@@ -69,9 +69,9 @@ def find_models(config: AnyConfig, *, weights: bool = True, quiet: bool = False)
         found = find_hub_model(
             name,
             at or (revision if own else None),
-            weights=weights,
+            weights=weights and field != "tokenizer",
             trust_remote_code=config.model.trust_remote_code,
-            option=f"{section}.{field}",
+            option=f"{section}.{field.partition('=')[0]}",
         )
         if not quiet:
             print(f"{section}.{field}: {name} at commit {found.commit}", file=sys.stderr, flush=True)
@@ -81,14 +81,21 @@ def find_models(config: AnyConfig, *, weights: bool = True, quiet: bool = False)
 
 
 def _put(config: Any, section: str, field: str, value: str, found: HubModel | None) -> Any:
+    if field.startswith("each="):
+        name = field.removeprefix("each=") + "="
+        each = tuple(name + value if entry.startswith(name) else entry for entry in config.teacher.each)
+        return replace(config, teacher=replace(config.teacher, each=each))
     more = {} if found is None else {"revision": found.commit}
     return replace(config, **{section: replace(getattr(config, section), **{field: value}, **more)})
 
 
 def _list_paths(config: Any) -> list[tuple[str, str, str]]:
-    """Return (section, field, value) of each setting that names a model."""
+    """Return (section, field, value) of each setting that names a model; the field is each=NAME for one of several teachers."""
     places = [(section, field) for section, field in _PLACES if hasattr(config, section)]
-    return [(section, field, path) for section, field in places if (path := getattr(getattr(config, section), field, None)) is not None]
+    found = [(section, field, path) for section, field in places if (path := getattr(getattr(config, section), field, None)) is not None]
+    teacher = getattr(config, "teacher", None)
+    several = {} if teacher is None else {name: path for name, path in teacher.models.items() if name}
+    return found + [("teacher", f"each={name}", path) for name, path in several.items()]
 
 
 def _split(path: str) -> tuple[str, str | None]:

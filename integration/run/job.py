@@ -270,7 +270,7 @@ def _run_in_directory(command: CommandLine, config: Config, group: RankGroup | N
     task = create_task(config, tokenizer, command.mode)  # finds errors of the data before anything is written
     check_best(config, task, command.mode)
     if "rl" in command.mode:
-        check_teacher_fields(config, task)
+        check_teacher_fields(config, task, tokenizer, os.environ)
     output_dir = create_output_dir(config, datetime.now().strftime("%Y%m%d-%H%M%S"))
     say: Callable[[str], None] = (lambda text: None) if command.quiet else partial(print, flush=True)
     with lock_run_directory(output_dir), log_to_stderr(command.log_levels), keep_warnings(output_dir) as tell:

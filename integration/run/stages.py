@@ -252,14 +252,14 @@ async def _open_rl(
     start, tokenizer = source_checkpoint, create_tokenizer(config, source_checkpoint)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=not config.engine.is_server)
     task = create_task(config, tokenizer, "rl") if task is None else task
-    check_teacher_fields(config, task)
+    check_teacher_fields(config, task, tokenizer, control.environment)
     budget = task.max_tokens if task.episodes is not None else generation_config(config, task.max_tokens).max_tokens
     algorithm = config.algorithm if budget == response_tokens(config) else create_rl_algorithm(config, budget)
     training = rl_training_config(config, algorithm, budget)
     backend = create_policy(config, control.group, model, tokenizer, start, config.rl.optimizer, count_rl_updates(config))
     check_experts(backend, config.rl, "rl")
     companions = create_beside(config, control.group, algorithm.requires, model, tokenizer, start, count_critic_updates(config))
-    crashes = _watch(control, output_dir, config, backend, companions)
+    crashes, vocab_size = _watch(control, output_dir, config, backend, companions), int(model.config.get_text_config().vocab_size)
     if task.recorded is not None:
         training = replace(training, first_version=task.recorded.newest_version)
     prompts = task.train_prompts if task.recorded is None else task.recorded.prompts
@@ -267,7 +267,9 @@ async def _open_rl(
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions, pipeline) as beside,
-        open_teacher(config, beside.teachers, pipeline, tokenizer, model.config.get_text_config().vocab_size) as teacher,
+        open_teacher(
+            config, beside.teachers, pipeline, tokenizer, model.config.get_text_config().vocab_size, control.environment
+        ) as teacher,
         open_engines(
             config,
             model,

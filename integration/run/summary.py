@@ -207,16 +207,19 @@ def _describe_rl(
     algorithm = config.algorithm_call.text
     answers, them = ("episodes", "ways") if config.task in EPISODE_TASKS else ("answers", "answers")
     told = f"{samples:,} rewarded {answers} told it which of its {them} are wanted; with {algorithm}"
+    rewarded = "rewarded "
+    if not config.algorithm.reads_rewards:
+        told, rewarded = f"a teacher judged the tokens of {samples:,} {answers}; with {algorithm}", ""
     name = measure if measure == "accuracy" else "mean reward"
     first, last = sampled
     if before == after and first is not None and last is not None and last > first:
         return f"{told}, sampled {name} went from {first:.2f} to {last:.2f}, and greedy {name} stayed at {after:.2f}."
     name = measure if measure == "accuracy" else "the mean reward"
     if before is None:  # resumed: measured before the interruption
-        return f"{samples:,} rewarded {answers} with {algorithm}; {name} is {after:.2f} now, what it was before is not known here."
+        return f"{samples:,} {rewarded}{answers} with {algorithm}; {name} is {after:.2f} now, what it was before is not known here."
     if after <= before:
-        hint = "look at reward_mean and approx_kl in metrics.jsonl"
-        return f"{samples:,} rewarded {answers} did not raise {name} with {algorithm} (from {before:.2f} to {after:.2f}); {hint}."
+        hint = f"look at {'reward_mean' if rewarded else 'teacher_kl'} and approx_kl in metrics.jsonl"
+        return f"{samples:,} {rewarded}{answers} did not raise {name} with {algorithm} (from {before:.2f} to {after:.2f}); {hint}."
     return f"{told}, {name} went from {before:.2f} to {after:.2f}."
 
 

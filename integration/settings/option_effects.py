@@ -254,7 +254,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
         holds=has_reference, needs=f"{REFERENCE.needs}, or --mode dpo with a loss that compares with a reference"
     ),
     "teacher.path teacher.url teacher.by teacher.each teacher.context": TEACHER,
-    "teacher.kind teacher.tokenizer": Effect(
+    "teacher.kind teacher.tokenizer teacher.api_key_variable": Effect(
         holds=lambda c, m: bool(c.teacher.url or c.teacher.servers), needs="a teacher that is a server: --teacher.url", part="rl"
     ),
     "teacher.dtype": Effect(holds=lambda c, m: bool(c.teacher.models), needs="a teacher in memory: --teacher.path", part="rl"),

@@ -205,6 +205,29 @@ def _is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
+def _strip_user(url: str) -> str:
+    scheme, separator, place = url.rpartition("://")
+    return scheme + separator + place.rpartition("@")[2].partition("?")[0]
+
+
+def _check_teacher_url(option: str, url: str) -> None:
+    """Raise ConfigError for an address of a server that is none, or has a secret."""
+    if not _is_url(url):
+        raise ConfigError(f"{option} has {_strip_user(url).lstrip('/')!r}, which has no scheme http or https: give http://host:port")
+    try:
+        parts = urlsplit(url)
+        has_host, _ = bool(parts.hostname), parts.port  # a port that is no number is an error only when it is read
+    except ValueError as error:
+        raise ConfigError(f"{option} has {_strip_user(url)!r}, which is no address ({error}): give http://host:port") from error
+    if not has_host:
+        raise ConfigError(f"{option} has {_strip_user(url)!r}, which names no host: give http://host:port")
+    if parts.username or parts.password or parts.query:
+        raise ConfigError(
+            f"{option} has {redact(url)!r}, with a user, a password or a query, which files of a run would hold: give http://host:port, "
+            "and a key by --teacher.api-key-variable"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TeacherSection:
     """The teacher of distillation, for algorithms that need one (opd, gkd): a frozen model, a server, or the policy with a context."""
@@ -212,6 +235,7 @@ class TeacherSection:
     path: str | None = None  # Hugging Face model directory, or ORG/NAME on the hub; None = the teacher is not a single model of this run
     url: tuple[str, ...] = ()  # running servers that score tokens, http://host:port; several serve the same model
     kind: Literal["vllm", "sglang"] = "vllm"  # kind of the servers of teacher.url and teacher.each
+    api_key_variable: str | None = None  # environment variable with the API key of the teacher's servers; None = no key
     tokenizer: str | None = None  # model directory with the servers' tokenizer, to compare it with the policy's; None = not compared
     by: str | None = None  # field of a row of data that names its teacher among teacher.each; None = one teacher for all rows
     # teachers by the value of the field teacher.by: NAME=DIR, or NAME=http://host:port of a server
@@ -238,11 +262,13 @@ class TeacherSection:
                 raise ConfigError(f"teacher.each has {entry!r}, expected NAME=DIR or NAME=http://host:port")
         if len({entry.partition("=")[0] for entry in self.each}) < len(self.each):
             raise ConfigError(f"teacher.each names a teacher twice: {', '.join(self.each)}")
-        for url in (*self.url, *self.servers.values()):
-            if not _is_url(url):
-                raise ConfigError(f"teacher.url has {url.rpartition('@')[2].lstrip('/')!r}, which has no scheme: give http://host:port")
-            if urlsplit(url).username or urlsplit(url).password or urlsplit(url).query:
-                raise ConfigError(f"teacher.url has {redact(url)!r}, with a user, a password or a query, which files of a run would hold")
+        if self.path is not None and "://" in self.path:
+            raise ConfigError(f"teacher.path is {_strip_user(self.path)!r}, which is no directory: give a server by --teacher.url")
+        for url in self.url:
+            _check_teacher_url("teacher.url", url)
+        for _, place in self._each:
+            if "://" in place:
+                _check_teacher_url("teacher.each", place)
         if self.context is not None and (self.url or self.servers):
             raise ConfigError("teacher.context is given with servers: a context is for models of this run, --teacher.path or the policy")
 

@@ -15,9 +15,11 @@ from integration.dry_run.describe import describe_companions
 from integration.dry_run.layout import plan_roles
 from integration.dry_run.sizes import read_sizes
 from integration.dry_run.text import read_workload
+from integration.parts import hub_models
 from integration.parts.model_settings import check_companions, create_tokenizer, read_model_config
 from integration.run.job import MAY_CHANGE_ON_RESUME
 from integration.run.stages import RunControl, create_task, run_rl
+from integration.run.summary import _describe_rl
 from integration.settings.config import Config
 from integration.settings.paths import with_absolute_paths
 from integration.settings.sections import (
@@ -34,6 +36,7 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError, DataError
+from rollouts.models.hub import HubModel
 from rollouts.testing import FakeVLLMServer, create_tiny_model
 from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
@@ -133,6 +136,9 @@ async def test_rows_of_two_teachers_and_a_server_among_them(teacher: Path, tmp_p
         alone = await run(start("opd", teacher), tmp_path / "alone", train_prompts=kinds)
         assert mixed[0]["teacher_kl"] != alone[0]["teacher_kl"]
         assert mixed[0]["reward_mean"] == alone[0]["reward_mean"]
+        closed = replace(section, api_key_variable="TEACHER_KEY")
+        with pytest.raises(ConfigError, match=r"teacher\.api_key_variable is 'TEACHER_KEY', but there is no such"):
+            await run(start("opd", closed), tmp_path / "closed", train_prompts=kinds)
         with pytest.raises(DataError, match=r"kind = None, for which teacher\.each names no teacher: it names even, odd"):
             await run(start("opd", section), tmp_path / "lost")
         whole = await run(start("opd", TeacherSection(url=(server.url,))), tmp_path / "server")
@@ -146,6 +152,8 @@ async def test_the_policy_teaches_itself_from_the_answer(tmp_path: Path):
     assert lines[0]["teacher_kl"] != 0
     with pytest.raises(DataError, match=r"has no field 'hint', or it is null, which teacher\.context names; it has ground_truth"):
         await run(start("opd", TeacherSection(context="{hint} {prompt}")), tmp_path / "hint")
+    with pytest.raises(DataError, match=r"^prompt 0 has 30\d tokens with teacher\.context, and \d+ more with the longest response, but"):
+        await run(start("opd", TeacherSection(context="{prompt}" + "1" * 300)), tmp_path / "long")
     null = tuple(replace(p, metadata={"ground_truth": None}) for p in create_sort_task(num_train=64).train_prompts)
     with pytest.raises(DataError, match=r"has no field 'ground_truth', or it is null"):
         await run(start("opd", section), tmp_path / "null", train_prompts=null)
@@ -203,7 +211,11 @@ def test_settings_without_sense_are_refused(algorithm: str, section: dict[str, A
         ({"by": "k", "each": ("a",)}, "teacher.each has 'a', expected NAME=DIR"),
         ({"by": "k", "each": ("a=x", "a=y")}, "names a teacher twice"),
         ({"url": ("h:1",)}, "has no scheme"),
-        ({"url": ("http://u:p@h:1",)}, "with a user, a password or a query"),
+        ({"url": ("http://u:p@h:1",)}, "teacher.url has .* with a user, a password or a query"),
+        ({"url": ("http://[::1",)}, r"teacher\.url has .*, which is no address"),
+        ({"by": "k", "each": ("a=http://u:p@h:1",)}, r"teacher\.each has .* with a user"),
+        ({"by": "k", "each": ("a=grpc://h:1",)}, r"teacher\.each has 'grpc://h:1', which has no scheme http"),
+        ({"path": "http://u:secret@h"}, r"teacher\.path is 'http://h', .* by --teacher\.url$"),
         ({"url": ("http://h:1",), "context": "{prompt}{x}"}, "a context is for models of this run"),
     ],
 )
@@ -230,6 +242,26 @@ async def test_rows_need_no_right_answers(teacher: Path, tmp_path: Path):
     assert any("no right answer" in note for note in some.notes)
     with pytest.raises(DataError, match="expected 'ground_truth' or 'answer'"):
         create_task(replace(config, rl=replace(config.rl, algorithm="grpo"), teacher=TeacherSection()), create_tokenizer(config), "rl")
+
+
+def test_a_run_without_rewards_says_who_told_it():
+    told = _describe_rl(0.4, 0.9, (None, None), 1536, "accuracy", start("opd", TeacherSection(context="{prompt}{ground_truth}")))
+    assert told == "a teacher judged the tokens of 1,536 answers; with opd, accuracy went from 0.40 to 0.90."
+
+
+def test_teachers_named_on_the_hub_are_found_each(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[str, str | None, bool, str]] = []
+
+    def find(name: str, revision: str | None = None, *, weights: bool, trust_remote_code: bool, option: str) -> HubModel:
+        asked.append((name, revision, weights, option))
+        return HubModel(name=name, commit="c0", directory=Path("/cache") / name)
+
+    monkeypatch.setattr(hub_models, "find_hub_model", find)
+    section = TeacherSection(by="x", each=("a=Org/one@v1", "b=http://h:1"), tokenizer="Org/two")
+    recorded, local = hub_models.find_models(start("opd", section), quiet=True)
+    assert recorded.teacher.each == ("a=Org/one@c0", "b=http://h:1") and recorded.teacher.tokenizer == "Org/two@c0"
+    assert local.teacher.each == ("a=/cache/Org/one", "b=http://h:1") and local.teacher.tokenizer == "/cache/Org/two"
+    assert set(asked) == {("Org/one", "v1", True, "teacher.each"), ("Org/two", None, False, "teacher.tokenizer")}
 
 
 def test_a_dry_run_counts_teachers_and_their_columns(teacher: Path):

@@ -170,6 +170,7 @@ OTHER: dict[str, Any] = {  # a further value of an option, where none can be tho
     "data.mixture": ("DIR/heldout.jsonl(repeat=2)",), "preference.loss": "ipo", "preference.beta": 0.7, "preference.nll_coef": 0.5,
     "teacher.path": "DIR/other", "teacher.url": ("http://127.0.0.1:2",), "teacher.by": "prompt", "teacher.each": ("3=DIR",),
     "teacher.context": "{prompt} x", "teacher.kind": "sglang", "teacher.tokenizer": "DIR", "teacher.dtype": "bfloat16",
+    "teacher.api_key_variable": "KEY",
     "engine.deadlines.outage_s": 9.0,
     "preference.reference": "precomputed", "preference.path": "DIR/heldout_pairs.jsonl", "preference.eval_path": "DIR/train_pairs.jsonl",
 }  # fmt: skip
@@ -283,7 +284,7 @@ def observe_part(config: Config, part: str) -> Iterator[Any]:
     if config.teacher.is_given:
         teacher, tops = config.teacher, "teacher_tops" in algorithm.requires
         yield teacher.models, teacher.url, teacher.servers, teacher.by, teacher.context, teacher.top_k if tops else None
-        yield (teacher.kind, teacher.tokenizer) if teacher.url or teacher.servers else teacher.dtype
+        yield (teacher.kind, teacher.tokenizer, teacher.api_key_variable) if teacher.url or teacher.servers else teacher.dtype
     engines = [create_server_engine(config.engine, "http://127.0.0.1:1", {"KEY": "x"}) if config.engine.is_server else cast("Any", None)]
     task = Task(name="x", description="", train_prompts=(), heldout_prompts=(), sft_samples=(), reward_fn=len, max_tokens=8)
     rollout = replace(create_rollout_config(config, task, algorithm, engines, create_char_tokenizer()), generate_fn=len)

@@ -18,6 +18,7 @@ from rollouts.backends.factory import create_reference_backend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.collate import collate_samples
+from rollouts.engines.http.checks import AtLeast
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.errors import ConfigError, DataError, EngineError
@@ -86,9 +87,13 @@ async def test_a_server_scores_as_the_same_model_does_here(kind: str, tmp_path: 
             found.teacher_log_probs * batch.loss_mask, expected.teacher_log_probs * batch.loss_mask, atol=1e-4, rtol=0
         )
         assert await scorer.get_weight_version() == 0, "a teacher's server keeps its weights"
-    with pytest.raises(EngineError, match="vocabulary"):
-        async with server(tmp_path, tokenizer=TOKENIZER) as one, engine(one.url, vocab_size=99):
-            pass
+        for size in (64, 60):
+            async with engine(one.url, vocab_size=AtLeast(size)) as larger:
+                assert len(await larger.recompute_output_log_probs(samples[0].tokens, 4, 1.0)) == len(samples[0].tokens) - 4
+    for size in (99, 63, AtLeast(65)):
+        with pytest.raises(EngineError, match="vocabulary"):
+            async with server(tmp_path, tokenizer=TOKENIZER) as one, engine(one.url, vocab_size=size):
+                pass
 
 
 async def test_recorded_answers_of_several_servers_come_to_their_rows():
@@ -163,6 +168,19 @@ async def test_a_context_leaves_the_sets_that_tokens_were_drawn_from():
         pairs = torch.tensor([[token, token + 5] for token in sample.tokens[begin:]])
         expected = logits.gather(1, pairs).log_softmax(-1)[:, 0]
         torch.testing.assert_close(found[row, begin : len(sample.tokens)], expected, atol=1e-5, rtol=1e-4)
+
+
+async def test_a_context_too_long_for_the_model_names_the_sample():
+    samples = make_rows("s12=|12")
+    context = TeacherContext(template="{prompt}" + "1" * 2000, tokenizer=TOKENIZER)
+    teacher = ModelTeacher(backend=create_reference_backend(create_model(seed=3), tokenizer=TOKENIZER), context=context)
+    with pytest.raises(DataError, match=r"sample 0 .* has 20\d\d tokens with the teacher's context .* that the teacher's model reads"):
+        await teacher.fill(collate_samples(samples), samples, LOG_PROBS, max_tokens=10**4)
+
+
+def test_no_teachers_at_all_are_refused():
+    with pytest.raises(ConfigError, match="there is no teacher for any value of 'kind'"):
+        TeacherByColumn(column="kind", teachers={})
 
 
 def test_a_context_changes_the_last_message_of_the_user():

@@ -19,6 +19,13 @@ INITIAL_LABEL = "default"
 """Weight version that both servers report before the first update."""
 
 
+@dataclass(frozen=True)
+class AtLeast:
+    """Size of a vocabulary that may be larger, as a teacher's of the policy's family, whose embedding has more unused rows."""
+
+    size: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
     """Facts of a server that limit requests to it and define the meaning of its answers."""
@@ -40,20 +47,31 @@ class ServerInfo:
     can_sleep: bool = False  # whether the server was started so that it can release the memory of its GPU and keep its weights
 
 
-def check_server(name: str, info: ServerInfo, *, expected_model: str | Path | None = None, vocab_size: int | None = None) -> None:
+def find_size(vocab_size: int | AtLeast | None) -> int | None:
+    """Return the size of a vocabulary that is known exactly or from below."""
+    return vocab_size.size if isinstance(vocab_size, AtLeast) else vocab_size
+
+
+def check_server(name: str, info: ServerInfo, *, expected_model: str | Path | None = None, vocab_size: int | AtLeast | None = None) -> None:
     """Raise EngineError unless the server serves the intended model.
 
     Args:
         name: name of the engine, for messages.
         expected_model: directory, hub id or served name; None = any.
-        vocab_size: rows of the trained model's embedding; None = any.
+        vocab_size: rows of the trained model's embedding; AtLeast = or more; None = any.
     """
     if expected_model is not None and not _is_same_model(str(expected_model), info):
         raise EngineError(
             f"{name} serves {info.model_path!r} under the name {info.served_name!r}, expected {str(expected_model)!r}: "
             "it is another server, or it was started with another model"
         )
-    if vocab_size is not None and info.vocab_size is not None and vocab_size != info.vocab_size:
+    if isinstance(vocab_size, AtLeast):
+        if info.vocab_size is not None and info.vocab_size < vocab_size.size:
+            raise EngineError(
+                f"{name} serves a model with a vocabulary of {info.vocab_size} tokens, expected {vocab_size.size} or more, as the policy "
+                "has: start it with a model of the policy's family"
+            )
+    elif vocab_size is not None and info.vocab_size is not None and vocab_size != info.vocab_size:
         raise EngineError(
             f"{name} serves a model with a vocabulary of {info.vocab_size} tokens, expected {vocab_size}: "
             "start it with the model that is trained, or resize the embedding before both are started"

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import httpx
 from torch import Tensor
 
-from rollouts.engines.http.checks import ServerInfo, check_request
+from rollouts.engines.http.checks import AtLeast, ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.requests import RequestsInFlight, Send
 from rollouts.engines.http.scoring import check_scoring, score_tokens
@@ -55,7 +55,7 @@ class SGLangEngine:
         *,
         api_key: str | None = None,
         expected_model: str | Path | None = None,
-        vocab_size: int | None = None,
+        vocab_size: int | AtLeast | None = None,
         initial_version: int = 0,
         in_flight: Literal["continue", "abort"] = "continue",
         log_prob_kind: MeasuredKind | None = None,
@@ -73,8 +73,8 @@ class SGLangEngine:
         """
         Args:
             expected_model: directory, hub id or served name that the server must have.
-            vocab_size: vocabulary size of the trained model; needed if the server's model directory cannot be read from here, because an id
-                outside the vocabulary kills the server.
+            vocab_size: vocabulary size of the trained model, or AtLeast(size) for a teacher of it; needed if the server's model directory
+                cannot be read from here, because an id outside the vocabulary kills the server.
             initial_version: version of the weights that the server was started with.
             in_flight: effect of a weight sync on running requests: "continue" = they continue under the new weights, their keys and values
                 computed again; "abort" = they return, and the engine sends prompt and partial answer again.

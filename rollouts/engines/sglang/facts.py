@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import trio
 
-from rollouts.engines.http.checks import check_server, check_version
+from rollouts.engines.http.checks import AtLeast, check_server, check_version, find_size
 from rollouts.engines.http.endpoint import HTTPEndpoint
 from rollouts.engines.sglang.protocol import (
     OLDEST_VERSION,
@@ -33,7 +33,7 @@ async def read_facts(
     server: HTTPEndpoint,
     *,
     expected_model: str | Path | None = None,
-    vocab_size: int | None = None,
+    vocab_size: int | AtLeast | None = None,
     log_prob_kind: MeasuredKind | None = None,
     paths: PathMap | None = None,
 ) -> SGLangServer:
@@ -53,7 +53,7 @@ async def read_facts(
     directory = (paths or PathMap()).to_local(facts.info.model_path)
     found = await trio.to_thread.run_sync(read_vocab_size, directory)
     facts = replace(facts, experts_per_token=await trio.to_thread.run_sync(read_experts_per_token, directory))
-    info = replace(facts.info, vocab_size=vocab_size if found is None else found)
+    info = replace(facts.info, vocab_size=find_size(vocab_size) if found is None else found)
     check_version(name, info.version, oldest=OLDEST_VERSION, tested=TESTED_VERSIONS)
     check_server(name, info, expected_model=expected_model, vocab_size=vocab_size)
     if foreign:

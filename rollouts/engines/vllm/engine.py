@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import httpx
 import trio
 
-from rollouts.engines.http.checks import ServerInfo, check_request
+from rollouts.engines.http.checks import AtLeast, ServerInfo, check_request
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.requests import RequestsInFlight, WireRequest
 from rollouts.engines.http.samples import Generated
@@ -60,7 +60,7 @@ class VLLMEngine:
         *,
         api_key: str | None = None,
         expected_model: str | Path | None = None,
-        vocab_size: int | None = None,
+        vocab_size: int | AtLeast | None = None,
         initial_version: int = 0,
         in_flight: Literal["continue", "abort"] = "continue",
         reference: CheckpointLayout | None = None,
@@ -76,7 +76,7 @@ class VLLMEngine:
         """
         Args:
             expected_model: directory, hub id or served name that the server must have.
-            vocab_size: vocabulary size of the trained model; the server's must be the same.
+            vocab_size: vocabulary size of the trained model; the server's must be the same, or with AtLeast not smaller.
             initial_version: version of the weights that the server was started with.
             in_flight: effect of a weight sync on running requests: "continue" = they continue under the new weights, their keys and values
                 computed again; "abort" = they return, and the engine sends prompt and partial answer again.

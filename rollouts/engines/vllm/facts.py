@@ -7,7 +7,7 @@ from pathlib import Path
 
 import trio
 
-from rollouts.engines.http.checks import ServerInfo, check_server, check_version
+from rollouts.engines.http.checks import AtLeast, ServerInfo, check_server, check_version, find_size
 from rollouts.engines.http.endpoint import HTTPEndpoint
 from rollouts.engines.vllm.protocol import OLDEST_VERSION, TESTED_VERSIONS, explain_missing_routes, parse_server_info, parse_version_answer
 from rollouts.engines.weights.checkpoint_check import read_vocab_size
@@ -15,7 +15,7 @@ from rollouts.engines.weights.path_map import PathMap
 
 
 async def read_facts(
-    name: str, server: HTTPEndpoint, paths: PathMap, *, expected_model: str | Path | None = None, vocab_size: int | None = None
+    name: str, server: HTTPEndpoint, paths: PathMap, *, expected_model: str | Path | None = None, vocab_size: int | AtLeast | None = None
 ) -> ServerInfo:
     """Read the facts of a server, after checking that it has the routes for tokens and weights.
 
@@ -39,6 +39,6 @@ async def read_facts(
             await server.get_json("/is_paused"),
         )
     found = await trio.to_thread.run_sync(read_vocab_size, paths.to_local(info.model_path))
-    info = replace(info, vocab_size=vocab_size if found is None else found)
+    info = replace(info, vocab_size=find_size(vocab_size) if found is None else found)
     check_server(name, info, expected_model=expected_model, vocab_size=vocab_size)
     return info

@@ -74,10 +74,15 @@ def check_context(template: str) -> None:
         )
 
 
-def add_context(context: TeacherContext, batch: TrainBatch, samples: Sequence[Sample], rows: Sequence[int]) -> tuple[TrainBatch, list[int]]:
+def add_context(
+    context: TeacherContext, batch: TrainBatch, samples: Sequence[Sample], rows: Sequence[int], max_tokens: int | None = None
+) -> tuple[TrainBatch, list[int]]:
     """Return the batch as a teacher with a context reads it, and how many tokens later each row's response begins in it.
 
-    Raises: DataError for a row that is not one prompt and what the policy wrote behind it.
+    Args:
+        max_tokens: most tokens of a row that the teacher's model reads; None = no limit, or not known.
+
+    Raises: DataError for a row that is not one prompt and what the policy wrote behind it, or is too long with the context.
     """
     tokenized: dict[tuple[Any, ...], tuple[int, ...]] = {}
 
@@ -96,11 +101,17 @@ def add_context(context: TeacherContext, batch: TrainBatch, samples: Sequence[Sa
             own = tokenize(sample.prompt)
             if tokens[: len(own)] != own or any(mask[: len(own)]) or sample.context_starts:
                 raise DataError(
-                    f"{describe_sample(sample)} does not begin with the tokens of its prompt, so that the teacher's context has no place: "
-                    "a context needs answers to single prompts, not episodes that rewrite their history"
+                    f"{describe_sample(sample)} does not begin with the tokens of its prompt, which the teacher's context replaces: a "
+                    "context is for answers to single prompts, not for episodes; and the chat template and its arguments must be those of "
+                    "the rollouts"
                 )
             longer = tokenize(context.describe(sample))
             tokens, mask = longer + tokens[len(own) :], (0.0,) * len(longer) + mask[len(own) :]
+            if max_tokens is not None and len(tokens) > max_tokens:
+                raise DataError(
+                    f"{describe_sample(sample)} has {len(tokens)} tokens with the teacher's context ({len(longer)} before the response), "
+                    f"more than the {max_tokens} that the teacher's model reads: shorten the context, or the responses"
+                )
             if kept is not None:  # the teacher's log-probs run over the sets that the policy's do
                 kept = KeptTokens.undrawn(len(longer)) + kept.cut(len(own), length)
             shifts.append(len(longer) - len(own))

@@ -15,11 +15,11 @@ import torch
 import trio
 from torch import Tensor
 
-from rollouts.backends.protocol import TrainingBackend, find_outputs
+from rollouts.backends.protocol import TrainingBackend, find_outputs, find_token_spec
 from rollouts.batches import select_rows
 from rollouts.data.samples import describe_sample
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, require_engine_feature
-from rollouts.errors import DataError, raise_single_errors
+from rollouts.errors import ConfigError, DataError, raise_single_errors
 from rollouts.training.distillation.context import TeacherContext, add_context, shift_back
 from rollouts.training.steps import find_trained_rows, submit_forward
 from rollouts.types import Sample, TokenOutputs, TrainBatch
@@ -68,7 +68,8 @@ class ModelTeacher:
         rows = find_trained_rows(batch)
         read, shifts = batch, [0] * batch.num_rows
         if self.context is not None:
-            read, shifts = add_context(self.context, batch, samples, rows)
+            spec = find_token_spec(self.backend)
+            read, shifts = add_context(self.context, batch, samples, rows, None if spec is None else spec.context_length)
         read = replace(read, routed_experts=None)  # the experts of another model are its own
         output_fn = _select_both if "teacher_tops" in wanted else _select_log_probs
         found = await submit_forward(self.backend, read, output_fn, max_tokens_per_microbatch=max_tokens).result()
@@ -151,7 +152,11 @@ class TeacherByColumn:
     """Several teachers, of which each row has the one that a field of its data names."""
 
     column: str  # field of Sample.metadata
-    teachers: Mapping[str, Teacher]  # by the value of that field
+    teachers: Mapping[str, Teacher]  # by the value of that field, at least one
+
+    def __post_init__(self) -> None:
+        if not self.teachers:
+            raise ConfigError(f"there is no teacher for any value of {self.column!r}: give teachers= at least one")
 
     @property
     def fills(self) -> frozenset[str]:
