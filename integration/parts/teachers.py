@@ -119,7 +119,7 @@ def check_teacher_fields(config: Config, task: Task, tokenizer: PreTrainedTokeni
                 f"{', '.join(map(str, known_fields)) or 'none'}"
             )
         if context is not None and limit is not None:
-            sample = Sample(prompt=prompt.prompt, metadata=prompt.metadata)
+            sample = Sample(prompt=prompt.content, metadata=prompt.metadata)
             length, longest = len(tokenize_prompt(tokenizer, context.describe(sample), **context.template_kwargs)), response_tokens(config)
             if length + longest > limit:
                 raise DataError(

@@ -267,9 +267,7 @@ async def _open_rl(
     async with (
         open_pipeline(backend) as pipeline,
         open_companions(companions, pipeline) as beside,
-        open_teacher(
-            config, beside.teachers, pipeline, tokenizer, model.config.get_text_config().vocab_size, control.environment
-        ) as teacher,
+        open_teacher(config, beside.teachers, pipeline, tokenizer, vocab_size, control.environment) as teacher,
         open_engines(
             config,
             model,

@@ -118,8 +118,7 @@ def add_context(
         else:
             kept = None if kept is None else kept.cut(0, length)
             shifts.append(0)
-        plain = {"temperature": sample.temperature, "group_index": sample.group_index}
-        read.append(Sample(tokens=tokens, loss_mask=mask, kept_tokens=kept, **plain))
+        read.append(Sample(tokens=tokens, loss_mask=mask, temperature=sample.temperature, group_index=sample.group_index, kept_tokens=kept))
     collated = collate_samples(read)
     return replace(collated, trainable=batch.trainable, temperatures=batch.temperatures, skip_redundant=batch.skip_redundant), shifts
 
