@@ -185,9 +185,9 @@ class _ChunkedDivergence(torch.autograd.Function):
             if ids.shape[1] < weight.shape[0]:
                 rest = _sum_rest(log_p, places).clamp(min=_LEAST)
                 outcomes = torch.cat([outcomes, rest], 1)
-                log_p.sub_(rest)  # of each other token among them
+                log_p.sub_(rest)  # log-probs of the other tokens among themselves
             slope = _slope(outcomes, teacher[rows].to(outcomes.dtype), plan.beta) * upstream[rows, None]
-            slope.sub_(outcomes.exp().mul_(slope.sum(-1, keepdim=True)))  # with respect to the logit of an outcome
+            slope.sub_(outcomes.exp().mul_(slope.sum(-1, keepdim=True)))  # slope with respect to the logit of an outcome
             k = places.shape[1]
             grad = log_p.exp_().mul_(slope[:, k:]) if slope.shape[1] > k else log_p.zero_()
             gradients.add(head, rows, grad.scatter_(1, places, slope[:, :k]), changed)
