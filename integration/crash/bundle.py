@@ -52,8 +52,6 @@ class CrashBundle:
     kind: str  # field of config.BadNumbers, or parameter
     numbers: Mapping[str, float]  # numbers that were judged, such as grad_norm
     places: Sequence[Mapping[str, Any]]  # numbers of the last batch that are not finite: column, row and token
-    loss: str  # description of the loss function
-    own_columns: tuple[str, ...]  # log-prob columns that the loss takes from its own pass
     max_tokens: int | None  # RL: token budget of a response, which some algorithms depend on
     weights: str  # before the first of `updates`: "saved" = in the bundle, "named" = in the directory weights_from, "start" = of the
     # beginning of the stage, "lost"
@@ -64,7 +62,16 @@ class CrashBundle:
     environment: Mapping[str, str]  # variables that change numbers or speed
     machine: Mapping[str, Any]  # Python, platform, device, threads
     updates: tuple[RecordedUpdate, ...] = ()  # to be executed in order; the last one raised the error
-    rows: TrainBatch | None = None  # batch that was refused before an update; there are no updates then
+    rows: TrainBatch | None = None  # batch that was refused before an update, after `updates`
+
+
+def describe_loss(update: RecordedUpdate) -> tuple[str, tuple[str, ...]]:
+    """Describe the loss of an update; return the text, and the columns that it takes from its own pass."""
+    loss = next((call.loss for call in update.calls if call.loss is not None), None)
+    if loss is None:
+        return "", ()
+    own, columns = strip_loss(loss)
+    return describe_function(own), columns
 
 
 def strip_loss(loss: LossFn) -> tuple[LossFn, tuple[str, ...]]:
@@ -105,8 +112,11 @@ def find_places(batch: TrainBatch) -> list[dict[str, Any]]:
 def write_bundle(directory: Path, bundle: CrashBundle) -> dict[str, Any]:
     """Write the tensors of a bundle into a directory; return the content of run_state.json."""
     tensors: dict[str, Tensor] = {}
+    losses = [describe_loss(update) for update in bundle.updates]
     updates = [
         {
+            "loss": losses[u][0],
+            "own_columns": losses[u][1],
             "calls": [_flatten_call(call, tensors, f"{u}.{c}.") for c, call in enumerate(update.calls)],
             "metrics": None if update.metrics is None else dict(update.metrics),
         }
@@ -137,12 +147,17 @@ def read_bundle(path: Path) -> CrashBundle:
             )
         tensors = load_file(path / TENSORS_FILE)
         updates = tuple(
-            RecordedUpdate(tuple(_build_call(call, tensors, f"{u}.{c}.") for c, call in enumerate(update["calls"])), update["metrics"])
+            RecordedUpdate(
+                tuple(_build_call(call, tensors, f"{u}.{c}.") for c, call in enumerate(update["calls"])),
+                update["metrics"],
+                update["loss"],
+                tuple(update["own_columns"]),
+            )
             for u, update in enumerate(raw["updates"])
         )
         rows = None if raw["rows"] is None else _build(TrainBatch, raw["rows"], tensors, "rows.")
         plain = {field.name: raw[field.name] for field in fields(CrashBundle) if field.name not in ("updates", "rows")}
-        values: dict[str, Any] = {**plain, "own_columns": tuple(plain["own_columns"]), "updates": updates, "rows": rows}
+        values: dict[str, Any] = {**plain, "updates": updates, "rows": rows}
         return CrashBundle(**values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError, SafetensorError) as error:
         raise CheckpointError(f"{path} is no crash bundle that can be read ({type(error).__name__}: {error}): {_DAMAGED}") from error

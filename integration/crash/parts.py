@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from integration.crash.bundle import WEIGHTS, CrashBundle, describe_function
+from integration.crash.recorder import RecordedUpdate
 from integration.parts.model_settings import create_tokenizer
 from integration.parts.models import create_backend, create_companions, create_model
 from integration.run.reward_model import create_reward_backend, create_start
@@ -22,6 +23,7 @@ from rollouts.backends.protocol import BackendFeature, TrainingBackend, require_
 from rollouts.config import OptimizerConfig
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.loading import parse_device
+from rollouts.training.parity import correct
 from rollouts.training.rollout_batch import anchor_to_self
 from rollouts.types import LossFn
 
@@ -32,6 +34,7 @@ def read_settings(path: Path, bundle: CrashBundle) -> Config | RewardModelConfig
     try:
         parse_device(config.model.device)
     except ConfigError:
+        print(f"this machine has no {config.model.device}, the device of the run: the step is replayed on the CPU", flush=True)
         config = replace(config, model=replace(config.model, device="cpu", kernels="auto"))
     return config
 
@@ -91,11 +94,12 @@ def _find_optimizer(config: Config, stage: str) -> tuple[OptimizerConfig, int]:
     return optimizer, steps
 
 
-def create_loss(config: Config | RewardModelConfig, bundle: CrashBundle) -> LossFn:
-    """Create the loss of the step from the settings.
+def create_loss(config: Config | RewardModelConfig, bundle: CrashBundle, update: RecordedUpdate) -> LossFn:
+    """Create the loss of an update of the bundle from the settings.
 
     Raises: ConfigError if it is not the one that the bundle describes, for example because a function of the user's has changed.
     """
+    corrected: LossFn | None = None  # of batches whose log-probs the engine and the trainer did not agree on
     if isinstance(config, RewardModelConfig):
         loss: LossFn = partial(score_loss, margin_from_rewards=True)
     elif bundle.role == "critic":
@@ -106,10 +110,14 @@ def create_loss(config: Config | RewardModelConfig, bundle: CrashBundle) -> Loss
         loss = config.preference.create_objective().loss
     else:
         algorithm = config.algorithm if bundle.max_tokens is None else create_rl_algorithm(config, bundle.max_tokens)
-        loss = (rl_training_config(config, algorithm, bundle.max_tokens).algorithm or algorithm).loss
-    found = describe_function(loss)
-    if found != bundle.loss:
+        training = rl_training_config(config, algorithm, bundle.max_tokens)
+        algorithm = training.algorithm or algorithm
+        loss = algorithm.loss
+        if training.parity is not None and training.parity.action == "correct":
+            corrected = correct(algorithm, training.parity).loss
+    found = {describe_function(one): one for one in (loss, corrected) if one is not None}
+    if update.loss not in found:
         raise ConfigError(
-            f"the loss of the step was {bundle.loss}, but the settings of the bundle now give {found}: replay it with its code"
+            f"the loss of the step was {update.loss}, but the settings of the bundle now give {' or '.join(found)}: replay it with its code"
         )
-    return anchor_to_self(loss, bundle.own_columns) if bundle.own_columns else loss
+    return anchor_to_self(found[update.loss], update.own_columns) if update.own_columns else found[update.loss]

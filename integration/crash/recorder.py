@@ -18,6 +18,7 @@ from torch import Tensor
 from rollouts.backends.pytorch.files import take_random_state
 from rollouts.backends.unread_metrics import UnreadMetrics
 from rollouts.errors import BackendError, BadNumberError
+from rollouts.training.checkpoints import directory_size
 from rollouts.types import LossFn, TrainBatch
 
 HISTORY_BYTES = 256 << 20
@@ -43,6 +44,8 @@ class RecordedUpdate:
 
     calls: tuple[RecordedCall, ...]
     metrics: Mapping[str, float] | None = None  # None = it raised
+    loss: str = ""  # description of the loss function, once read from a bundle
+    own_columns: tuple[str, ...] = ()  # log-prob columns that the loss takes from its own pass, likewise
 
 
 def count_bytes(batch: object) -> int:
@@ -64,6 +67,7 @@ class UpdateRecorder:
 
     def __init__(self, backend: Any) -> None:
         """Record the calls of a backend from now on, by replacing its methods; later ones call the earlier ones."""
+        self._backend = backend
         self.error: BadNumberError | None = None  # the error that ended the last update
         self.failed: RecordedUpdate | None = None  # the update that raised it
         self.base: Path | None = None  # directory that the weights before `updates` were saved to or loaded from; None = those of the start
@@ -84,6 +88,15 @@ class UpdateRecorder:
             if hasattr(backend, name):
                 own = getattr(backend, name)
                 setattr(backend, name, functools.wraps(own)(functools.partial(getattr(self, f"_{name}"), own)))
+
+    def estimate_checkpoint(self, last: Path | None) -> int | None:
+        """Estimate the bytes of a checkpoint: those of the last one, or of parameters and two moments; None = not known."""
+        if last is not None and last.is_dir():
+            return directory_size(last)
+        model = getattr(self._backend, "model", None)
+        if not isinstance(model, torch.nn.Module):
+            return None
+        return sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
 
     def _refuse_after_failure(self) -> None:
         if self.error is not None:

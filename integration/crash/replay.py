@@ -105,12 +105,12 @@ def _list_floats(value: object) -> list[Tensor]:
     return [x for part in cast("Sequence[object]", value) for x in _list_floats(part)] if isinstance(value, list | tuple) else []
 
 
-async def replay_updates(backend: Any, loss: LossFn, bundle: CrashBundle) -> Replayed:
+async def replay_updates(backend: Any, losses: Sequence[LossFn], bundle: CrashBundle) -> Replayed:
     """Execute the updates of a bundle, and compare the numbers of each with the recorded ones."""
     compared: list[Compared] = []
     findings: list[str] = []
     message, kind = "", ""
-    for number, update in enumerate(bundle.updates, 1):
+    for number, (update, loss) in enumerate(zip(bundle.updates, losses, strict=True), 1):
         of = "" if len(bundle.updates) == 1 else f"update {number} of {len(bundle.updates)}, "
         told = await _repeat_calls(backend, loss, update, of, findings)
         compared += told
@@ -259,12 +259,14 @@ def replay(path: Path) -> int:
 
 def _execute(path: Path, config: Any, bundle: CrashBundle, weights: Path | None, start: Path | None) -> Replayed:
     print(f"replaying {path}: step {bundle.step} of {bundle.stage}, {bundle.role}", flush=True)
-    if bundle.rows is not None:
-        assert isinstance(config, Config), "reward models refuse no rows"
-        backend = create_replayed_backend(config, bundle, weights, start)
-        return trio.run(replay_rows, backend, bundle.rows, bundle, config)
-    loss = create_loss(config, bundle)
-    return trio.run(replay_updates, create_replayed_backend(config, bundle, weights, start), loss, bundle)
+    losses = [create_loss(config, bundle, update) for update in bundle.updates]
+    backend = create_replayed_backend(config, bundle, weights, start)
+    before = trio.run(replay_updates, backend, losses, bundle)
+    if bundle.rows is None or before.message:
+        return before
+    assert isinstance(config, Config), "reward models refuse no rows"
+    result = trio.run(replay_rows, backend, bundle.rows, bundle, config)
+    return replace(result, compared=(*before.compared, *result.compared), findings=(*before.findings, *result.findings))
 
 
 def tell(path: Path, bundle: CrashBundle, result: Replayed, tolerance: float, device: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -18,7 +20,7 @@ from typing import Any, cast
 import torch
 import trio
 
-from integration.crash.bundle import WEIGHTS, CrashBundle, describe_function, find_places, strip_loss, write_bundle
+from integration.crash.bundle import WEIGHTS, CrashBundle, find_places, write_bundle
 from integration.crash.recorder import RecordedUpdate, UpdateRecorder
 from integration.settings.command_line import CONFIG_FILE
 from integration.settings.help_text import name_as_started
@@ -28,12 +30,14 @@ from rollouts.config_files import save_config
 from rollouts.errors import BadNumberError, CheckpointError, OutputError, make_safe, redact
 from rollouts.models.loading import find_device_name
 from rollouts.output_files import is_disk_full
-from rollouts.training.checkpoints import list_checkpoints, save_checkpoint, verify_checkpoint
+from rollouts.training.checkpoints import checkpoint_name, directory_size, list_checkpoints, save_checkpoint, verify_checkpoint
 from rollouts.types import TrainBatch
 
 CRASHES = "crash"
 """Subdirectory of a stage with its crash bundles."""
 KEEP_LAST_N = 3
+SHARE_OF_FREE = 0.25
+"""Largest share of the free space that the weights of a bundle take with crash_bundles "auto"."""
 _PACKAGES = (
     "rollouts-rl", "torch", "transformers", "tokenizers", "numpy", "safetensors", "trio", "tyro", "peft", "kernels", "flash-attn", "triton",
     "bitsandbytes", "jax", "jaxlib", "optax",
@@ -103,7 +107,8 @@ class CrashWatch:
         self._directory, self._stage, self._config, self._num_processes = directory / CRASHES, stage, config, num_processes
         self._start: Path | None = None
         self._max_tokens: int | None = None
-        self._recorders = {role: UpdateRecorder(backend) for role, backend in backends.items() if backend is not None}
+        kept = {} if config.crash_bundles == "none" else backends
+        self._recorders = {role: UpdateRecorder(backend) for role, backend in kept.items() if backend is not None}
 
     def begin_from(self, start: Path | None, max_tokens: int | None = None) -> CrashWatch:
         """Set what bundles tell of the stage besides its settings, and return the watch.
@@ -126,7 +131,7 @@ class CrashWatch:
             yield
         except BaseException as raised:
             error = next((found for found in _flatten(raised) if isinstance(found, BadNumberError)), None)
-            if error is not None and error.step is not None:
+            if error is not None and error.step is not None and self._recorders:
                 with trio.CancelScope(shield=True):
                     await self._try_write(error, error.step, {"policy": policy, "critic": critic})
             raise
@@ -141,9 +146,9 @@ class CrashWatch:
         if path is None:
             error.add_note("there is no crash bundle: the batch of this step is not known")
             return
-        size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        size = await trio.to_thread.run_sync(directory_size, path)
         kept = f"the step is kept in the crash bundle {path} ({size / 1e6:.1f} MB)"
-        command = name_as_started(f"python -m integration.train --replay {path}")
+        command = name_as_started(f"python -m integration.train --replay {shlex.quote(str(path))}")
         again = f"; to execute it again on one process:\n    {command}" if weights != "lost" else ", without weights, which are lost"
         error.add_note(kept + again)
 
@@ -154,20 +159,30 @@ class CrashWatch:
         if backend is None or recorder is None or (recorder.failed is None and error.batch is None):
             return None, "lost"
         bundle = self._describe(error, step, role, recorder)
-        choices = self._find_weights(error, recorder)
-        for i, choice in enumerate(choices):
+        path = self._directory / checkpoint_name(step)
+        logging.getLogger(__name__).error("%s\nwriting a crash bundle to %s", bundle.message, path)  # the run may be killed meanwhile
+        for choice in self._list_weights(error, recorder):
+            if not await trio.to_thread.run_sync(self._is_possible, choice, recorder):
+                continue
             try:
                 return await self._save(backend, replace(bundle, **vars(choice))), choice.weights
             except (CheckpointError, OutputError, OSError) as problem:  # without room for the weights there may be room for the rest
-                if choice.weights != "saved" or i == len(choices) - 1 or not is_disk_full(problem):
+                if choice.weights != "saved" or not (is_disk_full(problem) or choice.weights_from is not None):
                     raise
         raise AssertionError("the last choice is written or raises")
+
+    def _is_possible(self, choice: _Weights, recorder: UpdateRecorder) -> bool:
+        """Whether the weights of a choice are there, and have room. Reads a whole checkpoint if they are those of one."""
+        if choice.weights_from is not None:
+            return _is_whole(Path(choice.weights_from))
+        if choice.weights != "saved" or self._config.crash_bundles != "auto":
+            return True
+        size = recorder.estimate_checkpoint(None if recorder.base is None else _locate(recorder.base))
+        return size is None or size <= SHARE_OF_FREE * count_free_bytes(self._directory)
 
     def _describe(self, error: BadNumberError, step: int, role: str, recorder: UpdateRecorder) -> CrashBundle:
         rows = cast("TrainBatch | None", error.batch) if recorder.failed is None else None
         calls = () if recorder.failed is None else recorder.failed.calls
-        loss = next((call.loss for call in calls if call.loss is not None), None)
-        own, columns = (None, ()) if loss is None else strip_loss(loss)
         last = rows if rows is not None else calls[-1].batch if calls else None
         return CrashBundle(
             stage=self._stage,
@@ -177,8 +192,6 @@ class CrashWatch:
             kind=error.kind,
             numbers=error.numbers,
             places=[] if last is None else find_places(last),
-            loss="" if own is None else describe_function(own),
-            own_columns=columns,
             max_tokens=self._max_tokens,
             weights="lost",
             weights_from=None,
@@ -190,19 +203,20 @@ class CrashWatch:
             rows=rows,
         )
 
-    def _find_weights(self, error: BadNumberError, recorder: UpdateRecorder) -> list[_Weights]:
-        """Return the weights that a bundle may be written with, the best first."""
+    def _list_weights(self, error: BadNumberError, recorder: UpdateRecorder) -> list[_Weights]:
+        """List the weights that a bundle may be written with, the best first; whether they are there is not looked at."""
         failed = () if recorder.failed is None else (recorder.failed,)
         found: list[_Weights] = []
-        if error.kind != "parameter":  # the update was not applied, so the weights in memory are those before it
+        if (
+            error.kind != "parameter" and self._config.crash_bundles != "linked"
+        ):  # the update was not applied, so the weights in memory are those before it
             found.append(_Weights("saved", None, failed))
         updates = (*recorder.updates, *failed)
         if recorder.is_complete and recorder.base is None:
             found.append(_Weights("start", None, updates))
-        elif recorder.is_complete and recorder.base is not None and (base := _find_checkpoint(recorder.base)) is not None:
-            if error.kind == "parameter":
-                found.append(_Weights("saved", str(base), updates))
-            found.append(_Weights("named", str(base), updates))
+        elif recorder.is_complete and recorder.base is not None:
+            base = str(_locate(recorder.base))
+            found += [_Weights("saved", base, updates), _Weights("named", base, updates)]
         return [*found, _Weights("lost", None, failed)]
 
     async def _save(self, backend: TrainingBackend, bundle: CrashBundle) -> Path:
@@ -213,7 +227,7 @@ class CrashWatch:
             content.update(await trio.to_thread.run_sync(write_bundle, directory, bundle))  # first: it reads metrics from the backend
             await trio.to_thread.run_sync(save_config, with_absolute_paths(self._config), directory / CONFIG_FILE)
             if bundle.weights == "saved" and bundle.weights_from is not None:
-                await trio.to_thread.run_sync(_link, Path(bundle.weights_from), directory / WEIGHTS)
+                await trio.to_thread.run_sync(_link, Path(bundle.weights_from), directory / WEIGHTS, self._config.crash_bundles == "full")
             elif bundle.weights == "saved":
                 (directory / WEIGHTS).mkdir()
                 saver = require_backend_feature(backend, BackendFeature.CHECKPOINTS, "a crash bundle")
@@ -221,7 +235,7 @@ class CrashWatch:
 
         older = list_checkpoints(self._directory)
         path = await save_checkpoint(self._directory, bundle.step, write=write, run_state=content, keep_last_n=1, protected=older)
-        remove_old(self._directory)
+        await trio.to_thread.run_sync(remove_old, self._directory)
         return path
 
 
@@ -234,27 +248,39 @@ def remove_old(directory: Path, keep_last_n: int = KEEP_LAST_N) -> None:
         shutil.rmtree(doomed)
 
 
-def _find_checkpoint(written: Path) -> Path | None:
-    """Return the checkpoint, or its part, that was written into a temporary directory or loaded; None if it is not complete."""
-    names = [match.group() if name.startswith(".tmp_") and (match := re.search(r"step_\d+", name)) else name for name in written.parts]
-    path = Path(*names)
+def count_free_bytes(directory: Path) -> int:
+    """Return the free bytes of the file system of a directory, which need not be there yet."""
+    return shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.is_dir())).free
+
+
+def _locate(written: Path) -> Path:
+    """Return the final path of a checkpoint, or its part, that was written into a temporary directory or loaded."""
+    return Path(
+        *(match.group() if name.startswith(".tmp_") and (match := re.search(r"step_\d+", name)) else name for name in written.parts)
+    )
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint, or its part, is complete."""
     whole = next((place for place in (path, path.parent) if place.name.startswith("step_")), None)
     if whole is None or not path.is_dir():
-        return None
+        return False
     try:
         verify_checkpoint(whole)
     except CheckpointError:
-        return None
-    return path
+        return False
+    return True
 
 
-def _link(source: Path, target: Path) -> None:
-    """Copy a directory; files of the same file system as links, which take no room."""
+def _link(source: Path, target: Path, may_copy: bool) -> None:
+    """Copy a directory by links, which take no room; files that cannot be linked are copied, or raise OSError."""
 
     def link(file: str, to: str) -> None:
         try:
             os.link(file, to)
         except OSError:
+            if not may_copy:
+                raise
             shutil.copy2(file, to)
 
     shutil.copytree(source, target, copy_function=link)

@@ -24,6 +24,7 @@ import trio
 
 from integration.convert.export import export
 from integration.convert.push import check_push
+from integration.crash.watch import CRASHES
 from integration.dry_run.checks import check_run
 from integration.dry_run.describe import tell_run
 from integration.expressions.loggers import RunIdentity, create_loggers
@@ -78,6 +79,7 @@ MAY_CHANGE_ON_RESUME = (
     *(
         "output_dir",
         "num_threads",
+        "crash_bundles",
         "loggers",
         "model.device",
         "sft.num_steps",
@@ -192,7 +194,7 @@ async def run_until_stopped(
         inputs=inputs,
         abandonment=stop.abandonment,
     )
-    saving = watch_saves([output_dir / stage / CHECKPOINTS for stage in ("sft", "dpo", "rl")])
+    saving = watch_saves([output_dir / stage / name for stage in ("sft", "dpo", "rl") for name in (CHECKPOINTS, CRASHES)])
     finished = False
     with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving):
         async with trio.open_nursery() as nursery:

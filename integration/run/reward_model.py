@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import trio
 
+from integration.crash.watch import CRASHES
 from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers
 from integration.expressions.mixture import parse_columns
 from integration.parts.hub_models import find_models
@@ -60,6 +61,7 @@ PROGRAM = "python -m integration.train_reward_model"
 MAY_CHANGE_ON_RESUME = (
     "output_dir",
     "num_threads",
+    "crash_bundles",
     "loggers",
     "training.num_steps",
     "training.checkpoint_every",
@@ -204,7 +206,7 @@ async def _run_until_stopped(config: RewardModelConfig, output_dir: Path, start:
     stop = StopRequest()
     control = replace(control, should_stop=stop.is_requested, abandonment=stop.abandonment)
     model: Path | None = None
-    with raise_single_errors(), watch_beside(patience, is_saving=watch_saves([output_dir / CHECKPOINTS])):
+    with raise_single_errors(), watch_beside(patience, is_saving=watch_saves([output_dir / CHECKPOINTS, output_dir / CRASHES])):
         async with trio.open_nursery() as nursery:
             await nursery.start(partial(watch_signals, stop, control.say, nursery.cancel_scope.cancel, patience.grace_s))
             with measure_seconds(output_dir, STAGE, control.clock):

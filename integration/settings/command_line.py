@@ -140,8 +140,8 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         if stop.code == 2:
             sys.stderr.writelines(f"{line}\n" for line in explain_other_names(_find_unknown(argv, base)))
         raise
-    if arguments.replay is not None and len(argv) > (1 if argv[0].startswith("--replay=") else 2):
-        raise ConfigError("--replay takes its settings from the bundle: leave the other options out")
+    if arguments.replay is not None and (rest := _leave_out_replay(argv)):
+        raise ConfigError(f"--replay takes its settings from the bundle: leave the other options out: {' '.join(rest)}")
     mode = arguments.mode
     if mode is None:
         mode = read_saved_mode(Path(arguments.config.output_dir or "")) if arguments.resume else "sft+rl"
@@ -179,6 +179,12 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         patience=Patience(grace_s=arguments.grace_s, stall_s=arguments.stall_s),
         typed=find_changes(config, base),
     )
+
+
+def _leave_out_replay(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without the last --replay and its value."""
+    place = max(i for i, argument in enumerate(argv) if argument.partition("=")[0] == "--replay")
+    return [*argv[:place], *argv[place + (1 if "=" in argv[place] else 2) :]]
 
 
 def print_all_options() -> str:

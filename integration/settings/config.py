@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from integration.settings.episodes import (
     EPISODE_TASKS,
@@ -22,6 +22,7 @@ from integration.settings.episodes import (
 from integration.settings.option_effects import check_mistakes
 from integration.settings.preference import PreferenceSection
 from integration.settings.sections import (
+    CRASH_BUNDLES,
     OWN_MODEL_CRITIC,
     SELF_MADE_TASKS,
     BackendSection,
@@ -54,6 +55,7 @@ from rollouts.config import (
     RLTrainingConfig,
     RolloutConfig,
     SFTTrainingConfig,
+    check_choice,
     check_setting,
 )
 from rollouts.config_files import suggest
@@ -84,6 +86,9 @@ class Config:
     # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
     loggers: tuple[str, ...] = ()
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
+    # crash bundle of the step that a bad number ends the run at: auto = with weights that fit in a quarter of the free space, or else a
+    # link to the last checkpoint; full = always with weights; linked = never with others than that checkpoint's; none = no bundle
+    crash_bundles: Literal["auto", "full", "linked", "none"] = "auto"
     # compute the same bits on a CPU whatever its maker: model.kernels auto means torch, as in versions without that setting
     deterministic: bool = False
     enable_segment_wise_ppo: bool = False  # compute a proximal policy for each token of asynchronous rollouts; wraps the algorithm
@@ -119,6 +124,7 @@ class Config:
         if self.task in OWN_DATA_TASKS and self.model.path is None:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "Config.num_threads", self.num_threads, "at least 1, or None")
+        check_choice(self, "crash_bundles", CRASH_BUNDLES)
         check_setting(0 <= self.seed < 2**63, "Config.seed", self.seed, "a whole number from 0 to 2**63 - 1")
         good = not self.deterministic or self.model.kernels != "onednn"
         check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")

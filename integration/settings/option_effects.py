@@ -180,7 +180,7 @@ def _environment_of(*tasks: str) -> Effect:
 
 
 _BY_OPTIONS: Mapping[str, Effect] = {
-    "task seed deterministic output_dir loggers num_threads checkpoint.keep_last_n": ALWAYS,
+    "task seed deterministic output_dir loggers num_threads crash_bundles checkpoint.keep_last_n": ALWAYS,
     "model.path model.device model.kernels backend.kind backend.compute_dtype backend.master_dtype backend.gradient_checkpointing": ALWAYS,
     "lora.rank engine.dtype": ALWAYS,
     "enable_segment_wise_ppo": ASYNC,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from integration.settings.sections import BackendSection, ModelSection
+from integration.settings.sections import CRASH_BUNDLES, BackendSection, ModelSection
 from rollouts.config import (
     BadNumbers,
     OptimizerConfig,
     RewardModelTrainingConfig,
+    check_choice,
     check_count,
     check_patience,
     check_positive,
@@ -85,6 +87,9 @@ class RewardModelConfig:
     # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
     loggers: tuple[str, ...] = ()
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
+    # crash bundle of the step that a bad number ends the run at: auto = with weights that fit in a quarter of the free space, or else a
+    # link to the last checkpoint; full = always with weights; linked = never with others than that checkpoint's; none = no bundle
+    crash_bundles: Literal["auto", "full", "linked", "none"] = "auto"
     model: ModelSection = field(default_factory=ModelSection)  # the initial model: a language model, or a reward model to train further
     data: PairSection = field(default_factory=PairSection)
     training: PairTrainingSection = field(default_factory=PairTrainingSection)
@@ -92,6 +97,7 @@ class RewardModelConfig:
     on_bad: BadNumbers = field(default_factory=BadNumbers)  # policy for a loss or gradient that goes bad; the kinds of RL are refused
 
     def __post_init__(self) -> None:
+        check_choice(self, "crash_bundles", CRASH_BUNDLES)
         if self.data.path is None and self.task not in PAIR_TASKS:
             raise ConfigError(f"there are no pairs of the task {self.task!r}: {suggest(self.task, PAIR_TASKS)}; or give --data.path")
         if self.data.path is None and self.data.eval_path is not None:

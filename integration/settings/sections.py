@@ -310,6 +310,7 @@ class CriticSection:
         check_count(self, "warmup_steps")
 
 
+CRASH_BUNDLES = ("auto", "full", "linked", "none")  # choices of crash_bundles
 OWN_MODEL_CRITIC = CriticSection(optimizer=OptimizerConfig(lr=1e-5, weight_decay=0.0))
 """Defaults of a critic of the user's own model, with the learning rate of verl's critics."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,8 @@ def check_crashes(path: Path) -> list[Finding]:
             problems.append(str(error))
     if not bundles:
         return []
-    advice = f"execute the step again: {name_as_started('python -m integration.train')} --replay {path}/..."
+    last = max(bundles, key=lambda bundle: bundle.stat().st_mtime_ns)
+    advice = f"execute the step again: {name_as_started('python -m integration.train')} --replay {shlex.quote(str(last))}"
     damaged = [judge("crashes", "; ".join(problems), warns=True, advice="no other bundle needs it: delete it")] if problems else []
     return [*([judge("crashes", "a bad number ended " + ", ".join(told), warns=True, advice=advice)] if told else []), *damaged]
 

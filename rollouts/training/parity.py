@@ -166,6 +166,9 @@ def act_on_difference(difference: LogProbDifference, config: ParityConfig, algor
     if config.action == "stop":
         raise EngineError(f"{text}. Nothing was trained on them. Fix the cause, raise the threshold, or set action='correct'")
     warnings.warn(ParityWarning(text), stacklevel=2)
-    if config.action == "correct" and not is_corrected(algorithm):
-        return truncated(algorithm, cap=config.cap)
-    return algorithm
+    return correct(algorithm, config) if config.action == "correct" else algorithm
+
+
+def correct(algorithm: Algorithm, config: ParityConfig) -> Algorithm:
+    """Return the algorithm with its loss corrected for an engine that differs, unless it is corrected already."""
+    return algorithm if is_corrected(algorithm) else truncated(algorithm, cap=config.cap)

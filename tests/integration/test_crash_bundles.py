@@ -18,17 +18,18 @@ from forked import run
 from safetensors.torch import load_file, save_file
 
 from integration.crash import bundle as bundles
+from integration.crash import parts, watch
 from integration.crash import replay as replays
-from integration.crash import watch
 from integration.crash.bundle import describe_function, find_places, read_bundle
 from integration.crash.recorder import UpdateRecorder, count_bytes
 from integration.crash.replay import Compared, compare_columns
+from integration.run import job
 from integration.train import main
 from integration.train_reward_model import main as train_reward_model
 from integration.verify.check_run import check_run
 from rollouts.algorithms.losses import policy_loss, sft_loss
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
-from rollouts.errors import BadNumberError
+from rollouts.errors import BadNumberError, ConfigError
 from rollouts.training import rollout_batch
 from rollouts.training.checkpoints import list_checkpoints
 from rollouts.types import KeptSets, RewardComponents, TrainBatch, TurnLevels, Turns
@@ -107,7 +108,7 @@ def test_an_update_that_was_refused_is_the_same_number_again(capsys, tmp_path: P
     assert "the loss is not finite, and the policy for loss is to stop" in error
     bundle = read_bundle(path)
     assert (bundle.stage, bundle.step, bundle.role, bundle.kind, bundle.weights) == ("rl", 1, "policy", "loss", "saved")
-    assert len(bundle.updates) == 1 and bundle.own_columns == ("old_log_probs",)
+    assert len(bundle.updates) == 1 and bundle.updates[0].own_columns == ("old_log_probs",)
     assert "a bad number ended rl/crash/step_0001 (step 1, policy, loss)" in check_run(tmp_path / "run").describe()
     alone = tmp_path / "sent" / "step_0001"
     shutil.move(path, alone)
@@ -239,7 +240,7 @@ def test_a_critic_has_a_bundle_of_its_own(capsys, tmp_path: Path, own: list[str]
     path, _ = crash(capsys, tmp_path / "run", *RL, *own[:2], "--rl.algorithm", "ppo", "--critic.optimizer.lr", HUGE)
     assert read_bundle(path).role == "critic"
     status, told = replay(capsys, path)
-    assert (status, "value_loss" in read_bundle(path).loss) == (0, True), told
+    assert (status, "value_loss" in read_bundle(path).updates[-1].loss) == (0, True), told
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
@@ -352,7 +353,8 @@ def test_bundles_that_cannot_be_replayed_are_refused_with_the_reason(capsys, tmp
     assert "is a crash bundle of schema 2, but this version of rollouts reads schema 1" in refused(schema=2)
     assert "the update overwrote the weights" in refused(weights="lost")
     assert "no directory. Restore it from a copy" in refused(weights="named", weights_from="/nowhere/step_0002")
-    assert "the loss of the step was mine, but the settings" in refused(loss="mine")
+    mine = [one | {"loss": "mine"} for one in json.loads((path / "run_state.json").read_text())["updates"]]
+    assert "the loss of the step was mine, but the settings" in refused(updates=mine)
     for changes in ({"updates": [{"calls": 3, "metrics": None}]}, {"places": 7, "updates": None}, {"rows": {"dropout": True}}):
         assert "is no crash bundle that can be read" in refused(**changes), changes
     checkpoint = list_checkpoints(tmp_path / "run" / "sft" / "checkpoints")[-1]
@@ -361,8 +363,107 @@ def test_bundles_that_cannot_be_replayed_are_refused_with_the_reason(capsys, tmp
     with (path / "batches.safetensors").open("r+b") as file:
         file.truncate(100)
     assert "has 100 bytes, expected" in replay(capsys, path)[1]
-    assert main(["--replay", str(path), "--seed", "1"]) == 2
-    assert "leave the other options out" in capsys.readouterr().err
+    for argv, rest in (
+        (["--replay", str(path), "--seed", "1"], "--seed 1"),
+        (["--quiet", f"--replay={path}"], "--quiet"),
+        ([f"--replay={path}", "--dry-run"], "--dry-run"),
+        (["--replay", str(path), "--replay", str(path)], f"--replay {path}"),
+    ):
+        assert main(argv) == 2
+        assert f"leave the other options out: {rest}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "free", "weights"),
+    [
+        ([], 100, "saved"),
+        (["--crash-bundles", "full"], 100, "saved"),
+        (["--crash-bundles", "linked"], 1 << 40, "saved"),
+        ([], 100, "named"),
+    ],
+    ids=["no room", "full", "linked", "no links"],
+)
+def test_weights_are_written_if_they_are_wanted_and_have_room(capsys, tmp_path: Path, monkeypatch, argv, free: int, weights: str):
+    fail_at(monkeypatch, 4, is_refused=True)
+    monkeypatch.setattr(watch, "count_free_bytes", lambda directory: free)
+    if weights == "named":
+        monkeypatch.setattr(watch.os, "link", refuse_link)
+    path, _ = crash(capsys, tmp_path / "run", *SFT, *argv)
+    is_full, bundle = "full" in argv, read_bundle(path)
+    assert (bundle.weights, len(bundle.updates)) == (weights, 1 if is_full else 2)
+    assert weights == "named" or ((path / "weights" / "model.safetensors").stat().st_nlink > 1) is not is_full
+    assert replay(capsys, path)[0] == 0
+
+
+def refuse_link(source: object, target: object) -> None:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+def test_no_bundle_is_written_if_none_is_wanted(capsys, tmp_path: Path, own: list[str]):
+    assert main([*RL, *own, "--crash-bundles", "none", "--output-dir", str(tmp_path / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "the loss is not finite" in error and "crash bundle" not in error
+    assert not (tmp_path / "run" / "rl" / "crash").exists()
+
+
+def test_the_last_checkpoint_is_not_read_for_a_bundle_with_weights_of_its_own(capsys, tmp_path: Path, monkeypatch):
+    fail_at(monkeypatch, 4, is_refused=True)
+    monkeypatch.setattr(watch, "verify_checkpoint", lambda path: pytest.fail("the checkpoint was read"))
+    path, _ = crash(capsys, tmp_path / "run", *SFT)
+    assert (read_bundle(path).weights, len(read_bundle(path).updates)) == ("saved", 1)
+
+
+def test_a_refused_batch_is_replayed_after_the_updates_before_it(capsys, tmp_path: Path, own: list[str], monkeypatch):
+    own_fill, filled = rollout_batch.fill_columns, []
+
+    async def fill(batch, *args, **kwargs):
+        filled.append(batch)
+        batch = await own_fill(batch, *args, **kwargs)
+        return replace(batch, ref_log_probs=torch.full_like(batch.loss_mask, -torch.inf)) if len(filled) == 3 else batch
+
+    monkeypatch.setattr(rollout_batch, "fill_columns", fill)
+    stop = "--rl.num-minibatches 2 --rl.algorithm recomputed(grpo()) --crash-bundles linked --on-bad.log-prob stop".split()
+    path, _ = crash(capsys, tmp_path / "run", *RL, *own[:2], *stop, "--checkpoint.rl-every", "9")
+    bundle = read_bundle(path)
+    assert (bundle.step, bundle.weights, len(bundle.updates), bundle.rows is None) == (3, "start", 4, False)
+    status, told = replay(capsys, path)
+    assert ("update 4 of 4, grad_norm" in told, "log-prob of the policy at row" in told) == (True, True), told
+    assert (status, told.splitlines()[-1]) == (0, "reproduced, equal to the bit"), told
+
+
+def test_a_loss_that_was_corrected_for_its_batch_is_made_again(capsys, tmp_path: Path, own: list[str]):
+    correct = "--engine.parity-rows 2 --engine.parity-threshold 1e-12 --engine.parity-action correct --rl.num-minibatches 2".split()
+    path, _ = crash(capsys, tmp_path / "run", *RL, *own, *correct)
+    assert "cap=2.0" in read_bundle(path).updates[-1].loss, read_bundle(path).updates[-1].loss
+    status, told = replay(capsys, path)
+    assert status == 0, told
+
+
+def test_a_signal_while_a_bundle_is_written_waits_for_it(capsys, tmp_path: Path, own: list[str], monkeypatch):
+    watched: list[object] = []
+    real = job.watch_saves
+    monkeypatch.setattr(job, "watch_saves", lambda directories: watched.append(real(directories)) or watched[0])
+    write, saving, logged = bundles.save_file, [], []
+    monkeypatch.setattr(
+        bundles, "save_file", lambda *args: (saving.append(watched[0]()), logged.append(capsys.readouterr().err), write(*args))
+    )
+    crash(capsys, tmp_path / "run", *RL, *own)
+    assert saving == [True]
+    assert f"writing a crash bundle to {tmp_path / 'run' / 'rl' / 'crash' / 'step_0001'}" in logged[0]
+    assert "the loss is not finite" in logged[0]
+
+
+def test_the_command_quotes_the_path_and_a_missing_device_is_told(capsys, tmp_path: Path, own: list[str], monkeypatch):
+    assert main([*RL, *own, "--output-dir", str(tmp_path / "my run")]) == 1
+    path = tmp_path / "my run" / "rl" / "crash" / "step_0001"
+    assert f"--replay '{path}'" in capsys.readouterr().err
+    assert any(f"--replay '{path}'" in (found.advice or "") for found in check_run(tmp_path / "my run").findings)
+
+    def refuse(device: str) -> None:
+        raise ConfigError("there is no such device")
+
+    monkeypatch.setattr(parts, "parse_device", refuse)
+    assert "is replayed on the CPU" in replay(capsys, path)[1]
 
 
 def test_only_the_last_bundles_are_kept(tmp_path: Path):

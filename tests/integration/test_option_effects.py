@@ -132,7 +132,7 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
 }  # fmt: skip
 OTHER: dict[str, Any] = {  # a further value of an option, where none can be thought up from the type
     **{f"on_bad.{kind}": "stop" for kind in ("loss", "gradient", "all_masked", "log_prob", "empty_answer")}, "on_bad.ratio": "skip",
-    "on_bad.gradient_spike": "stop", "task": "sort-long", "output_dir": "elsewhere", "num_threads": 3,
+    "on_bad.gradient_spike": "stop", "task": "sort-long", "output_dir": "elsewhere", "num_threads": 3, "crash_bundles": "none",
     "model.path": "DIR", "model.device": "meta", "model.num_heads": 8,
     "model.num_kv_heads": 4, "model.max_length": 99, "data.path": "DIR/heldout.jsonl", "data.eval_path": "DIR/train.jsonl",
     "data.max_length": 3, "rl.prompts_per_step": 128, "rl.num_minibatches": 4, "rl.algorithm": "rloo", "rl.overlong_buffer": 3,
@@ -196,6 +196,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "engine.weight_sync_mib": ("parts/engines.py", '"bucket_bytes": section.weight_sync_mib * MIB'),
     "profile.steps": ("run/profile.py", "len(self._lines) == self._settings.steps"),
     "profile.skip": ("run/profile.py", "self._num_lines == self._settings.skip"),
+    "crash_bundles": ("crash/watch.py", 'config.crash_bundles != "auto"'),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
     "checkpoint.best": ("run/evaluation.py", "best = config.checkpoint.best"),
     "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
