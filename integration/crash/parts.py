@@ -99,7 +99,7 @@ def create_loss(config: Config | RewardModelConfig, bundle: CrashBundle, update:
 
     Raises: ConfigError if it is not the one that the bundle describes, for example because a function of the user's has changed.
     """
-    corrected: LossFn | None = None  # of batches whose log-probs the engine and the trainer did not agree on
+    corrected: LossFn | None = None  # loss where the log-probs of the engine and the trainer did not agree
     if isinstance(config, RewardModelConfig):
         loss: LossFn = partial(score_loss, margin_from_rewards=True)
     elif bundle.role == "critic":
