@@ -199,7 +199,7 @@ def make_rollouts(seed: int, rows: int, width: int, *, with_greedy: bool = False
         values=draw(),
         teacher_log_probs=rollout + torch.randn(rows, width, generator=ages, dtype=torch.float64),
         teacher_ids=torch.zeros(rows, width, 2, dtype=torch.int32),
-        teacher_tops=torch.zeros(rows, width, 2),
+        teacher_tops=torch.tensor([0.0, 0.0, -torch.inf]).expand(rows, width, 3),
         segment_mask=torch.rand(rows, width, generator=ages) < 0.6,
         weight_versions=torch.randint(0, 6, (rows, width), generator=ages),
         policy_versions=torch.full((rows,), 4.5 if seed % 2 else 4.0),
