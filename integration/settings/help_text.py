@@ -42,7 +42,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, prefer
   --log-level LEVEL, --quiet    messages on stderr; only the summary
   --grace-s S                   after Ctrl-C: rollouts and evaluations have S/2 seconds to end, updates S seconds (default: 30)
   --stall-s S                   print the stacks of all tasks and threads after S seconds without the end of a step (default: never)
-  --replay BUNDLE               execute again the step of a crash bundle, which a run leaves that a bad number ended
+  --replay BUNDLE               execute again the step of a crash bundle (--crash-bundles), which a run leaves that a bad number ended
 
 sections of settings, each with `--help SECTION`; all settings with --help-all:
 {sections}

@@ -30,7 +30,6 @@ from rollouts.outcomes import (
 )
 from rollouts.steps import StepData, Steps
 from rollouts.types import Sample, Turn, change
-from rollouts.user_code import iterate_awaitable
 
 _logger = logging.getLogger(__name__)
 _alignment_logger = logging.getLogger("rollouts.rewards.alignment")  # one name for the alignment of samples and of StepData
@@ -219,7 +218,10 @@ class _Finished:
     finish: Callable[[Any], Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self.finish((yield from iterate_awaitable(self.value)))
+        steps = (
+            self.value.__await__() if hasattr(self.value, "__await__") else self.value
+        )  # a generator-based coroutine is its own iterator
+        return self.finish((yield from steps))
 
 
 def throw_away(value: object) -> None:

@@ -238,7 +238,7 @@ def find_metrics(algorithm: Algorithm) -> list[str]:
     if "reward_components" in algorithm.requires:
         columns["reward_components"] = RewardComponents(names=("right", "form"), scores=torch.rand(4, 2, generator=generator))
     if "teacher_tops" in algorithm.requires:
-        columns |= {"teacher_ids": torch.zeros(4, 5, 1, dtype=torch.int32), "teacher_tops": draw()[..., None]}
+        columns |= {"teacher_ids": torch.zeros(4, 5, 1, dtype=torch.int32), "teacher_tops": torch.stack([draw(), draw()], -1)}
     batch = TrainBatch(
         tokens=torch.zeros(4, 5, dtype=torch.int64),
         lengths=torch.full((4,), 5),
