@@ -218,9 +218,9 @@ class _Finished:
     finish: Callable[[Any], Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = (
-            self.value.__await__() if hasattr(self.value, "__await__") else self.value
-        )  # a generator-based coroutine is its own iterator
+        steps: Any = self.value  # a generator-based coroutine is its own iterator
+        if hasattr(steps, "__await__"):
+            steps = steps.__await__()
         return self.finish((yield from steps))
 
 
