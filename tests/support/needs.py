@@ -205,3 +205,8 @@ OPENAI, ANTHROPIC = (
     _need(importlib.util.find_spec(name) is not None, f"the package {name}", "pip install 'rollouts-rl[agents]'")
     for name in ("openai", "anthropic")
 )
+OPENAI_AGENTS = _need(
+    bool(os.environ.get("OPENAI_AGENTS_PYTHON")),
+    "the OpenAI Agents SDK",
+    "set OPENAI_AGENTS_PYTHON to the Python of an environment in which `pip install openai-agents` was run",
+)
