@@ -1,4 +1,4 @@
-"""Assertion helpers with the field's name and value in their messages; conversion of users' values; inspection of users' functions.
+"""Assertion helpers with the field's name and value in their messages; conversion of users' values; inspection of users' functions; JSON.
 
 Assertions are for programmer errors at module boundaries; anything that a user or the world can cause raises an exception instead.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,6 +167,40 @@ def is_finite(number: Any) -> bool:
 def is_finite_number(value: Any) -> TypeGuard[int | float]:
     """Tell whether a value of any type, such as one from JSON, is an int or float that is finite as a float. A bool is not."""
     return not isinstance(value, bool) and isinstance(value, (int, float)) and is_finite(value)
+
+
+def parse_json(
+    text: str | bytes | bytearray,
+    *,
+    parse_constant: Callable[[str], Any] | None = None,
+    parse_float: Callable[[str], Any] | None = None,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+) -> Any:
+    """Parse JSON of a user or the world. The arguments are those of json.loads.
+
+    Raises: ValueError for whatever is wrong with it: json.JSONDecodeError, UnicodeDecodeError, and a plain one where json.loads raises
+        RecursionError.
+    """
+    try:
+        return json.loads(text, parse_constant=parse_constant, parse_float=parse_float, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and infinities: the parse_constant of parse_json where they are not taken."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+def check_encodable(value: Any) -> None:
+    """Raise ValueError if a JSON value is nested too deeply to be written; UnicodeError, one of them, for half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+_TOO_DEEP = "lists or objects are nested too deeply"
 
 
 def show_value(value: Any, max_length: int = 200) -> str:

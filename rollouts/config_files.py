@@ -19,6 +19,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError
 from rollouts.output_files import replace_file
 from rollouts.types import Algorithm
@@ -69,8 +70,8 @@ def load_config(cls: type[C], path: Path | str, **functions: Any) -> C:
 def read_json(path: Path | str) -> dict[str, Any]:
     """Read the settings of a JSON file. Raises ConfigError naming the file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
-    except (OSError, ValueError, RecursionError) as error:
+        data = parse_json(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+    except (OSError, ValueError) as error:
         advice = "" if isinstance(error, OSError) else ": mend the file there"
         raise ConfigError(f"cannot read the configuration {path}: {error}{advice}") from error
     if not isinstance(data, dict):

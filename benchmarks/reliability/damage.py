@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, cast
 
+from rollouts.checks import parse_json
+
 Place: TypeAlias = tuple[Any, ...]
 
 RAW = "\x00raw:"  # a value that JSON's encoder would not write, by its text
@@ -71,8 +73,8 @@ def damage(example: bytes, draw: Draw) -> bytes:
         lines[at] = damage(lines[at].rstrip(b"\n"), draw).rstrip(b"\n") + end
         return b"".join(lines)
     try:
-        value = json.loads(example)
-    except (ValueError, RecursionError):
+        value = parse_json(example)
+    except ValueError:
         return _damage_bytes(example, draw)
     if draw.below(5) == 0:
         return _damage_bytes(example, draw)

@@ -24,7 +24,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.datasets import load_rl_prompts, load_sft_conversations
 from rollouts.data.preference_pairs import load_labelled_answers, load_preference_pairs
 from rollouts.data.trajectories import measure_groups, read_records, read_samples, read_steps
-from rollouts.engines.http.errors import create_status_error, parse_json
+from rollouts.engines.http.errors import create_status_error, parse_answer
 from rollouts.engines.http.events import parse_event
 from rollouts.engines.http.messages import parse_usual_answer
 from rollouts.engines.http.requests import WireRequest
@@ -75,7 +75,7 @@ def _encode(*values: Any) -> tuple[bytes, ...]:
 
 
 def _from_json(name: str, parse: Callable[[Any], object], *examples: Any) -> Parser:
-    return Parser(name, lambda data: parse(parse_json(data, URL)), _encode(*examples))
+    return Parser(name, lambda data: parse(parse_answer(data, URL)), _encode(*examples))
 
 
 @cache
@@ -264,7 +264,7 @@ def _checkpoints() -> tuple[Parser, ...]:
         return read_checkpoint_layout(path)
 
     return (
-        Parser("run state", lambda data: parse_run_state(parse_json(data, URL), "run_state.json"), [STATE]),
+        Parser("run state", lambda data: parse_run_state(parse_answer(data, URL), "run_state.json"), [STATE]),
         Parser("run state of a checkpoint", lambda data: read_run_state(_write_checkpoint(_folder(), data, "run_state.json")), [STATE]),
         Parser("manifest", lambda data: latest_checkpoint(_write_checkpoint(_folder(), data, "manifest.json").parent), manifest),
         Parser("weights", partial(layout, file="model.safetensors"), [safetensors]),

@@ -13,7 +13,6 @@ the backend.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from integration.crash.recorder import RecordedCall, RecordedUpdate
 from rollouts.backends.unread_metrics import UnreadMetrics
+from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError
 from rollouts.training.checkpoints import RUN_STATE_FILE, verify_checkpoint
 from rollouts.types import KeptSets, LossFn, RewardComponents, TrainBatch, TurnLevels, Turns
@@ -137,7 +137,7 @@ def read_bundle(path: Path) -> CrashBundle:
         raise CheckpointError(f"{path} is not a directory: give that of a crash bundle, for example runs/mine/rl/crash/step_0012")
     verify_checkpoint(path)
     try:
-        raw = cast("dict[str, Any]", json.loads((path / RUN_STATE_FILE).read_text(encoding="utf-8")))
+        raw = cast("dict[str, Any]", parse_json((path / RUN_STATE_FILE).read_text(encoding="utf-8")))
         if not (path / TENSORS_FILE).is_file() or "updates" not in raw:
             raise CheckpointError(f"{path} is a checkpoint, not a crash bundle: bundles are in the directory crash of a stage")
         if raw["schema"] != SCHEMA:

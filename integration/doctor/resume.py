@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 from integration.doctor.findings import Finding, judge, skip
+from rollouts.checks import parse_json
 from rollouts.training.checkpoints import list_checkpoints
 
 _POLL_S = 0.05
@@ -73,7 +73,7 @@ def compare_lines(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[s
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def run_shortly(argv: Sequence[str], kill_at: Path | None, timeout_s: float) -> str:

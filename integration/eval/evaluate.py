@@ -29,6 +29,7 @@ from integration.run.evaluation import evaluate_episode_group, sampling_params, 
 from integration.settings.config import reward_config
 from integration.tasks.task import Task
 from rollouts.agents.policies import EngineAgentPolicy
+from rollouts.checks import parse_json
 from rollouts.config_files import to_dict
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, raise_single_errors
@@ -149,8 +150,8 @@ def _open_directory(directory: Path, settings: dict[str, Any]) -> None:
         return
     with explain_writes(path):
         try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            before = parse_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{path} is damaged ({error}): choose another --output-dir") from error
     if before != settings:
         names = [name for name in settings if before.get(name) != settings[name]]

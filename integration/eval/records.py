@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from rollouts.checks import parse_json
 from rollouts.errors import DataError
 from rollouts.output_files import append_text, replace_file
 from rollouts.types import Group, Sample
@@ -94,9 +95,9 @@ def _read(path: Path) -> dict[int, list[Record]]:
     groups: defaultdict[int, list[Record]] = defaultdict(list)
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             groups[int(record["prompt"])].append(record)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path}:{number} is not a line of an evaluation ({error!r}): remove the file, and its prompts are done again"
             ) from error

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from integration.expressions.algorithm import Language, PresetCall, describe_call, parse_expression
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, locate_error, redact
 from rollouts.output_files import replace_file
 from rollouts.rewards.answers import load_function
@@ -87,7 +88,7 @@ class MarkedLogger:
 
     def __init__(self, logger: WandbLogger, path: Path) -> None:
         self._logger, self._path = logger, path
-        self._steps: dict[str, int] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._steps: dict[str, int] = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def log(self, metrics: Mapping[str, Value], step: int) -> None:
         """Log a line, then mark it."""

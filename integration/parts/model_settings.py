@@ -6,7 +6,6 @@ A dry run makes them too, so nothing here imports transformers or a backend befo
 from __future__ import annotations
 
 import importlib.util
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from integration.settings.preference import PreferenceSection
 from integration.settings.sections import BackendSection, RLSection, SFTSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import ensure_pad_token
+from rollouts.checks import parse_json
 from rollouts.config import OptimizerConfig
 from rollouts.config_files import suggest
 from rollouts.data.model_limits import check_tokenizer, read_config_limits
@@ -74,8 +74,8 @@ def _advise_config(directory: Path, error: Exception) -> str:
     path, again = directory / "config.json", "copy or download config.json of the model again"
     try:
         start = path.read_text(encoding="utf-8")
-        found = json.loads(start)
-    except (OSError, ValueError, RecursionError):
+        found = parse_json(start)
+    except (OSError, ValueError):
         pointer = path.read_bytes().startswith(b"version https://git-lfs") if path.is_file() else False
         return ". It is a pointer of Git LFS: run `git lfs pull` where it was cloned" if pointer else f": {again}"
     kind = found.get("model_type") if isinstance(found, dict) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from integration.settings.command_line import CONFIG_FILE, RUN_FILE, read_saved
 from integration.settings.config import Config
 from integration.settings.log_levels import WARNINGS_FILE, read_warnings
 from integration.settings.task_defaults import find_default
+from rollouts.checks import parse_json
 from rollouts.config_files import read_json, to_dict
 from rollouts.errors import ConfigError, DataError
 from rollouts.training.summaries import Stage, find_warnings
@@ -113,8 +113,8 @@ def read_lines(path: Path) -> tuple[Line, ...]:
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            line = parse_json(text)
+        except ValueError as error:
             if number == len(texts):
                 break
             raise DataError(f"{path}:{number} is not a line of metrics: {error}. Repair or delete the line") from error
@@ -128,9 +128,9 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
     """Find the warnings of a run: those of warnings.jsonl and summary.json, and those that its lines of metrics give."""
     logged = read_warnings(path / WARNINGS_FILE)
     try:
-        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
+        summary = parse_json((path / "summary.json").read_text(encoding="utf-8"))
         told = [str(text) for text in cast("Mapping[str, Any]", summary).get("warnings", ())]
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+    except (OSError, ValueError, AttributeError, TypeError):
         told = []  # a run that goes on, or was killed
     for stage in get_args(Stage):
         told += find_warnings([line for line in lines if line.get("stage") == stage and line["step"] > 0], stage=stage)
@@ -140,8 +140,8 @@ def find_run_warnings(path: Path, lines: Sequence[Line]) -> tuple[str, ...]:
 def read_settings_of(path: Path) -> tuple[Setting, ...]:
     """Read the settings of a run, with the defaults of its task and model where this version knows its file."""
     try:
-        saved = cast("dict[str, Any]", json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        saved = cast("dict[str, Any]", parse_json((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return ()
     try:
         config = read_saved(Config, path / CONFIG_FILE)

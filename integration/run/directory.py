@@ -26,6 +26,7 @@ from integration.tasks.data_marks import (
     read_lines,
     write_lines,
 )
+from rollouts.checks import parse_json
 from rollouts.config_files import read_json, save_config, to_dict
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.output_files import explain_writes, replace_file
@@ -118,8 +119,8 @@ def read_facts(output_dir: Path) -> dict[str, Any]:
     """Read run.json. Raises ConfigError if it is damaged."""
     path = output_dir / RUN_FILE
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return dict(parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error}): restore it, for example as {{}}, and go on with --resume") from error
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from rollouts.checks import parse_json
 from rollouts.output_files import explain_writes, replace_file
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class RunProfile:
         with explain_writes(folder):
             folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(folder / TRACE_FILE))
-            trace = json.loads((folder / TRACE_FILE).read_text())
+            trace = parse_json((folder / TRACE_FILE).read_text())
         base_ns = int(trace.get("baseTimeNanoseconds", 0))
         trace["traceEvents"] += [span.event(base_ns) for span in self._spans]
         replace_file(folder / TRACE_FILE, json.dumps(trace))

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from integration.settings.sections import TrajectorySection
-from rollouts.checks import require_flag
+from rollouts.checks import parse_json, require_flag
 from rollouts.data.records import attach_estimates, derive_steps, describe_update, shorten_log_probs
 from rollouts.data.samples import describe_sample
 from rollouts.data.trajectories import add_update, encode_record, select_groups, select_samples, write_lines
@@ -204,7 +204,7 @@ def _read_finished(path: Path, finished_steps: int) -> list[dict[str, Any]]:
 def _iterate(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             yield {"step": int(entry["step"]), "prompts": [int(prompt) for prompt in entry["prompts"]]}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}:{number} is not a line of a ledger: {error!r}") from error

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import re
 import shlex
@@ -45,6 +44,7 @@ from integration.settings.option_effects import (
 from integration.settings.other_names import describe_unknown, explain_other_names
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
+from rollouts.checks import parse_json
 from rollouts.config import check_setting
 from rollouts.config_files import from_dict, load_config, read_json, suggest, to_dict
 from rollouts.errors import ConfigError
@@ -391,8 +391,8 @@ def read_saved_mode(output_dir: Path) -> str:
     """Return the mode that a run was started with. Raises ConfigError with the file's name."""
     path = output_dir / RUN_FILE
     try:
-        return str(json.loads(path.read_text())["mode"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return str(parse_json(path.read_text())["mode"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} does not state the mode of the run ({error!r}): add --mode, one of {', '.join(MODES)}") from error
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 from rollouts.agents.config import EpisodeConfig, OnEpisodeError, OnRewrite
+from rollouts.checks import parse_json, refuse_constant
 from rollouts.config import check_setting
 from rollouts.environments.protocol import OnToolError
 from rollouts.errors import ConfigError
@@ -160,14 +160,10 @@ def parse_parameters(pairs: Sequence[str]) -> dict[str, Any]:
         if name in parameters:
             raise ConfigError(f"environment.parameters has {name!r} twice: leave one of them out")
         try:
-            parameters[name] = json.loads(text, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
+            parameters[name] = parse_json(text, parse_constant=refuse_constant)
+        except ValueError:
             parameters[name] = text
     return parameters
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def default_turns(task: str, environment: EnvironmentSection) -> int:

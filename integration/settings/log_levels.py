@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from rollouts.checks import parse_json
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError, OutputError, make_safe, redact
 from rollouts.output_files import append_text
@@ -183,8 +184,8 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            row: Any = json.loads(line)
+        with suppress(ValueError):
+            row: Any = parse_json(line)
             if isinstance(row, dict) and "text" in row:
                 found.append(cast("dict[str, Any]", row))
     return found

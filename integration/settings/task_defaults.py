@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from integration.settings.config import Config
 from integration.settings.sections import OWN_MODEL_CRITIC, EvaluationSection, ModelSection, RLSection, SFTSection
 from rollouts.chat.char_tokenizer import ALPHABET
+from rollouts.checks import parse_json
 from rollouts.config import CheckpointConfig, OptimizerConfig
 
 LEARNING_RATES = {False: (1e-5, 1e-6), True: (1e-4, 1e-5)}
@@ -42,8 +42,8 @@ def is_own_model(model_path: str | None) -> bool:
     if model_path is None:
         return False
     try:
-        vocab_size: Any = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError, AttributeError, RecursionError):
+        vocab_size: Any = parse_json((Path(model_path) / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
         return True  # whatever is wrong with it is told when it is loaded
     return not (isinstance(vocab_size, int) and vocab_size <= 3 + len(ALPHABET))
 

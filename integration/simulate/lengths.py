@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from integration.simulate.settings import LengthSection
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, DataError
 from rollouts.seeds import derive_seed
 
@@ -53,8 +53,8 @@ def read_lengths(path: Path) -> NDArray[np.float64]:
 
 def _parse_length(line: str, where: str) -> float:
     try:
-        value: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        value: Any = parse_json(line)
+    except ValueError:
         value = None
     if isinstance(value, dict) and isinstance(mask := cast("dict[str, Any]", value).get("loss_mask"), list):
         value = sum(entry > 0 for entry in cast("list[float]", mask))

@@ -24,6 +24,7 @@ from typing import Any
 
 from integration.expressions.mixture import parse_mixture
 from integration.settings.paths import PATHS
+from rollouts.checks import parse_json
 from rollouts.config_files import to_dict
 from rollouts.data.datasets import DatasetSpec
 from rollouts.data.rows.files import HUB_PREFIX, list_row_files
@@ -178,8 +179,8 @@ def write_lines(lines: Mapping[str, LineMarks]) -> str:
 def read_lines(path: Path) -> dict[str, LineMarks]:
     """Read ROWS_FILE; empty if it is not there or damaged, which costs the names of the lines alone."""
     try:
-        return {found: LineMarks.from_dict(raw) for found, raw in json.loads(path.read_text(encoding="utf-8"))["lines"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {found: LineMarks.from_dict(raw) for found, raw in parse_json(path.read_text(encoding="utf-8"))["lines"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

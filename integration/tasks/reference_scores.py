@@ -16,7 +16,7 @@ from typing import Any
 
 from integration.settings.config import Config, context_tokens, list_model_numbers
 from integration.tasks.data_marks import mark_file
-from rollouts.checks import is_finite_number
+from rollouts.checks import is_finite_number, parse_json
 from rollouts.config_files import to_dict
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.errors import CheckpointError
@@ -87,9 +87,9 @@ def _read_scores(path: Path, mark: str) -> dict[str, tuple[float, float]]:
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
         first, *lines = whole.splitlines()
-        found = json.loads(first)["reference"]
-        known = {str(name): (chosen, rejected) for name, chosen, rejected in map(json.loads, lines)}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        found = parse_json(first)["reference"]
+        known = {str(name): (chosen, rejected) for name, chosen, rejected in map(parse_json, lines)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}): {again}") from error
     if bad := [numbers for numbers in known.values() if not all(map(is_finite_number, numbers))]:
         raise CheckpointError(f"{path} is damaged (it holds {bad[0]}, expected log-probs): {again}")

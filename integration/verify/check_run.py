@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from integration.tasks.data_marks import ROWS_FILE, compare_data, find_changed_s
 from integration.tasks.data_marks import read_lines as read_marked_lines
 from integration.verify.checkpoints import Stage, check_stage
 from integration.verify.lines import Lines, check_metrics, compare_ledger, read_lines
+from rollouts.checks import parse_json
 from rollouts.config_files import read_json
 from rollouts.data.trajectories import iterate_records
 from rollouts.errors import ConfigError, RolloutsError
@@ -128,9 +128,9 @@ def check_facts(path: Path) -> Finding:
     """Check run.json: mode of the run and seconds of its stages."""
     file = path / RUN_FILE
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = parse_json(file.read_text(encoding="utf-8"))
         told = ", ".join(f"{name} {value}" for name, value in facts.items() if isinstance(value, str))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return judge("facts", f"{file} cannot be read: {error}", fails=True, advice='restore it, for example as {"mode": "sft+rl"}')
     gaps = facts.get("metrics_gaps", [])
     return judge(

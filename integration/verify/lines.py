@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from integration.doctor.findings import Finding, judge, skip
+from rollouts.checks import parse_json
 
 _MOST_NAMED = 5  # problems of a kind that are named one by one
 
@@ -41,8 +41,8 @@ def read_lines(path: Path) -> Lines:
     *whole, rest = content.split(b"\n")
     for number, line in enumerate(whole, start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             problems.append(f"{path}:{number} is not JSON: {error}")
             continue
         if isinstance(row, dict) and isinstance(cast("dict[str, Any]", row).get("step"), int):

@@ -15,6 +15,7 @@ from integration.settings.command_line import CONFIG_FILE, find_run
 from integration.settings.sections import ModelSection
 from integration.view.tokens import Decode
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.checks import parse_json
 from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.data.samples import describe_sample
 from rollouts.data.trajectories import iterate_records, measure_groups
@@ -117,8 +118,8 @@ def find_masking(path: Path) -> bool:
     """Return whether the run of a file leaves truncated samples out of training; False where its configuration is not known."""
     run = find_run(path)
     try:
-        return run is not None and json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))["rl"]["mask_truncated"] is True
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return run is not None and parse_json((run / CONFIG_FILE).read_text(encoding="utf-8"))["rl"]["mask_truncated"] is True
+    except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
@@ -244,10 +245,10 @@ def read_tokenizer(directory: Path) -> Decode | None:
 def _create_own(run: Path) -> Decode | None:
     """Return the decoder of the model that the run's configuration names."""
     try:
-        model = cast("dict[str, Any]", json.loads((run / CONFIG_FILE).read_text(encoding="utf-8"))["model"])
+        model = cast("dict[str, Any]", parse_json((run / CONFIG_FILE).read_text(encoding="utf-8"))["model"])
         if model.get("path") is not None:
             return read_tokenizer(Path(model["path"]))
         tokenizer = create_char_tokenizer(int(model.get("vocab_size", ModelSection().vocab_size)))
-    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError):  # a file of another version: show ids
+    except (OSError, ValueError, KeyError, TypeError, AssertionError):  # a file of another version: show ids
         return None
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

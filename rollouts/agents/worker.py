@@ -7,7 +7,6 @@ steps, messages, ground_truth = await worker.run_episode()
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from rollouts.agents.policies import AgentPolicy
 from rollouts.agents.run import run_episode
 from rollouts.agents.setting import EpisodeSetting
 from rollouts.chat.tokenize import parse_prompt_content
+from rollouts.checks import parse_json
 from rollouts.config import check_positive
 from rollouts.config_files import from_dict
 from rollouts.environments.protocol import EnvironmentFactory
@@ -56,8 +56,8 @@ class TaskDefinitionModel:
     def from_json(cls, path: Path | str) -> TaskDefinitionModel:
         """Read a definition from a file. Raises ConfigError naming it."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            data = parse_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read a task definition from {path}: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path} holds a JSON {type(data).__name__}, expected an object with 'task' and 'ground_truth'")

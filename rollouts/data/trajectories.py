@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from rollouts.checks import describe_function, require_flag
+from rollouts.checks import describe_function, parse_json, require_flag
 from rollouts.data.records import TrajectoryRecord, UpdateRecord, derive_steps, group_steps
 from rollouts.data.samples import describe_sample
 from rollouts.errors import DataError
@@ -152,8 +152,8 @@ def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{path}:{number} is not a sample: {type(error).__name__}: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number} is not a sample: found a JSON {type(row).__name__}, expected an object")

@@ -8,12 +8,11 @@ create_episode_generate_fn(engines, tokenizer, params, make, EpisodeConfig(max_t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
-from rollouts.checks import read_flag
+from rollouts.checks import parse_json, read_flag
 from rollouts.environments.protocol import EnvironmentConfig, EnvironmentStep
 from rollouts.errors import EnvironmentFault
 
@@ -121,8 +120,8 @@ class GymEnvironment:
         if self._parse is not None:
             return self._parse(text)
         try:
-            action: Any = json.loads(text.strip())
-        except (ValueError, RecursionError):
+            action: Any = parse_json(text.strip())
+        except ValueError:
             return None
         is_discrete = hasattr(space, "n") and hasattr(space, "start")
         if is_discrete:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import trio
 
 from rollouts.agents.config import OnEpisodeError
-from rollouts.checks import describe_function, is_async_function, is_finite_number
+from rollouts.checks import describe_function, is_async_function, is_finite_number, parse_json
 from rollouts.config import RewardConfig, check_choice, check_count, check_positive, check_setting
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
@@ -383,8 +383,8 @@ async def _cancel_when_stopped(session: Session, scope: trio.CancelScope) -> Non
 def _read_report(line: str) -> _Report:
     """Return the report in a program's last line; none if the line is neither a number nor an object with a reward."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return _Report()
     if isinstance(value, dict) and "reward" not in value:
         return _Report()

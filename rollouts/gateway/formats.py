@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from rollouts.agents.policies import write_hermes_call
 from rollouts.chat.formats import ConversationFormat, create_chat_format, create_text_format
 from rollouts.chat.tokenize import render_messages
+from rollouts.checks import check_encodable, parse_json
 from rollouts.environments.tools.calls import ToolCall, ToolCallError
 from rollouts.errors import DataError
 from rollouts.gateway.config import GatewayConfig
-from rollouts.gateway.refusals import Refusal, check_encodable
+from rollouts.gateway.refusals import Refusal
 from rollouts.gateway.requests import GatewayRequest, Reply
 from rollouts.types import Completion, Message
 
@@ -127,9 +128,9 @@ def _read_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = parse_json(function["arguments"])
         check_encodable(arguments)
-    except (ValueError, RecursionError):
+    except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias, cast
 
+from rollouts.checks import check_encodable, parse_json, refuse_constant
 from rollouts.errors import RolloutsError
 
 Body: TypeAlias = "Mapping[str, Any]"
@@ -28,11 +28,9 @@ class Refusal(RolloutsError):
 def parse_body(data: bytes) -> Body:
     """Return the JSON object of a request. Raises Refusal (400) for anything else."""
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        body = parse_json(data.decode("utf-8"), parse_constant=refuse_constant)
         if b"\\u" in data:
             check_encodable(body)
-    except RecursionError:
-        raise Refusal(400, "the body is JSON that is nested too deeply", code="invalid_json") from None
     except UnicodeError:
         raise Refusal(400, "the body is not UTF-8, or has half of a surrogate pair in it", code="invalid_json") from None
     except ValueError as error:
@@ -40,12 +38,3 @@ def parse_body(data: bytes) -> Body:
     if not isinstance(body, dict):
         raise Refusal(400, f"the body is a {type(body).__name__}, expected a JSON object", code="invalid_json")
     return cast("dict[str, Any]", body)
-
-
-def check_encodable(value: Any) -> None:
-    """Raise UnicodeError if a JSON value has half of a surrogate pair in it, which has no bytes; RecursionError if it is too deep."""
-    json.dumps(value, ensure_ascii=False).encode()
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")

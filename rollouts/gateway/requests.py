@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
+from rollouts.checks import parse_json
 from rollouts.environments.tools.calls import ToolCall
 from rollouts.types import Completion, Message
 
@@ -100,8 +101,8 @@ def _call_key(call: Mapping[str, Any]) -> MessageKey:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             return (call.get("id"), function.get("name"), arguments)
     return (call.get("id"), function.get("name"), json.dumps(arguments, sort_keys=True))
 

@@ -6,7 +6,6 @@ A model whose own code computes some rows in a way of its own, or not at all, is
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.forward import get_decoder
 
@@ -211,8 +211,8 @@ def _list_tokenizer(directory: Path) -> list[str]:
 
 def _is_json(path: Path) -> bool:
     try:
-        json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return False
     return True
 

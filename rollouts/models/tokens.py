@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
+from rollouts.checks import parse_json
 from rollouts.data.model_limits import ModelLimits, read_limits
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) 
     backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer of the tokenizers library
     rules = None
     if backend is not None:
-        content = json.loads(backend.to_str())
+        content = parse_json(backend.to_str())
         text = json.dumps({name: content.get(name) for name in _RULES}, sort_keys=True)
         rules = hashlib.sha256(text.encode()).hexdigest()
     return TokenSpec(num_embeddings, tokenizer.get_vocab(), special_ids, rules)

@@ -7,7 +7,6 @@ out are whole, also those of a sharded model, and have the adapters of the model
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rollouts.checks import find_non_finite
+from rollouts.checks import find_non_finite, parse_json
 from rollouts.errors import CheckpointError
 from rollouts.models.four_bit import FourBitLinear
 from rollouts.weight_specs import WeightSpec, describe_tensor
@@ -43,9 +42,9 @@ def find_weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     if index.exists():
         try:
-            weight_map = cast("dict[str, str]", json.loads(index.read_text())["weight_map"])
+            weight_map = cast("dict[str, str]", parse_json(index.read_text())["weight_map"])
             names = sorted(set(weight_map.values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} has no weight_map of names to files ({error!r}): export the weights again") from error
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
@@ -207,8 +206,8 @@ def first_names(weights: Mapping[str, Tensor]) -> dict[str, str]:
 def check_architecture(model: PreTrainedModel, directory: Path) -> None:
     """Raise CheckpointError if the directory's config.json is missing or describes a model with other sizes."""
     try:
-        found = cast("dict[str, Any]", json.loads((directory / "config.json").read_text()))
-    except (OSError, ValueError, RecursionError) as error:
+        found = cast("dict[str, Any]", parse_json((directory / "config.json").read_text()))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} has no readable config.json: it is not a model directory ({error})") from error
     expected = model.config.to_dict()
     names = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 
 import trio
 
+from rollouts.checks import parse_json
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import DEVICES, PACKAGE, SCRATCH, Confinement, Layout, interpreter
 from rollouts.sandbox.inside.messages import LENGTH_BYTES, encode_message, write_all
@@ -152,7 +152,7 @@ def read_report(name: str, data: bytes) -> dict[str, Any]:
         end = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "big")
         if len(data) < end:
             break  # killed while it wrote
-        messages.append(json.loads(data[LENGTH_BYTES:end]))
+        messages.append(parse_json(data[LENGTH_BYTES:end]))
         data = data[end:]
     for message in messages:
         if "error" in message:

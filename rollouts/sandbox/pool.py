@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import trio
 
+from rollouts.checks import parse_json, refuse_constant
 from rollouts.errors import SandboxError
 from rollouts.sandbox.confinement import PACKAGE, Confinement, package_folders, plan_layout
 from rollouts.sandbox.inside.messages import LENGTH_BYTES, encode_message
@@ -308,8 +309,8 @@ class _Worker:
         count = int.from_bytes(length, "big")
         body = await self._take(count) if count <= HEADER_BYTES + 6 * self.plan.limits.output_bytes else bytearray(b"{}")
         try:
-            message = None if body is None else json.loads(body)
-        except (ValueError, RecursionError):
+            message = None if body is None else parse_json(body)
+        except ValueError:
             message = {}
         return message if message is None or isinstance(message, dict) else {}
 
@@ -358,10 +359,6 @@ def _broken() -> CallResult:
     return CallResult(None, SandboxFailure.DIED, "the worker sent no valid answer to this call")
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) -> CallResult:
     """Parse the result of a call. The body comes from an untrusted process."""
     printed, duration = str(header.get("output", "")), float(header.get("duration_s", 0.0))
@@ -369,7 +366,7 @@ def _read_answer(header: Mapping[str, Any], body: bytes, limits: SandboxLimits) 
         failure = SandboxFailure(header["failure"])
         return CallResult(None, failure, describe_failure(failure, limits, header.get("returncode")), printed, duration)
     try:
-        answer = json.loads(body, parse_constant=_refuse_constant)
+        answer = parse_json(body, parse_constant=refuse_constant)
         if not isinstance(answer, dict):
             raise ValueError(f"expected an object, found {type(answer).__name__}")
         json.dumps(answer, allow_nan=False, ensure_ascii=False).encode()  # refuses 1e999 and halves of surrogate pairs

@@ -30,6 +30,7 @@ from typing import Any, TypeVar, cast
 
 import trio
 
+from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.output_files import explain_writes, is_disk_full
 
@@ -104,11 +105,11 @@ def verify_checkpoint(path: Path) -> None:
         which files are there. Hidden files, such as those of file managers and network file systems, are ignored.
     """
     try:
-        manifest = cast("dict[str, Any]", json.loads((path / MANIFEST_FILE).read_text(encoding="utf-8")))
+        manifest = cast("dict[str, Any]", parse_json((path / MANIFEST_FILE).read_text(encoding="utf-8")))
         files = {str(name): (int(entry["size"]), int(entry["crc32"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} has no {MANIFEST_FILE}: it is not a complete checkpoint") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path / MANIFEST_FILE} is damaged: {type(error).__name__}: {error}") from error
     if RUN_STATE_FILE not in files:
         raise CheckpointError(f"{path / MANIFEST_FILE} does not list {RUN_STATE_FILE}: it is not a checkpoint of a run")
@@ -137,7 +138,7 @@ def find_extra(path: Path, known: Collection[str]) -> list[str]:
 def load_run_state(path: Path) -> dict[str, Any]:
     """Verify a checkpoint and load its run_state."""
     verify_checkpoint(path)
-    return cast("dict[str, Any]", json.loads((path / RUN_STATE_FILE).read_text(encoding="utf-8")))
+    return cast("dict[str, Any]", parse_json((path / RUN_STATE_FILE).read_text(encoding="utf-8")))
 
 
 async def save_checkpoint(

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, DataError
 from rollouts.output_files import append_text, explain_writes, flush_file
 
@@ -239,8 +240,8 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise DataError(f"{path}:{number} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}:{number} is a JSON {type(row).__name__}, expected an object of metrics")

@@ -6,13 +6,13 @@ migration is a pure function from the object of one schema to that of the next, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
+from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError
 from rollouts.training.checkpoints import RUN_STATE_FILE, verify_checkpoint
 
@@ -95,8 +95,8 @@ def read_run_state(checkpoint: Path) -> RunState:
     verify_checkpoint(checkpoint)
     file = checkpoint / RUN_STATE_FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        raw = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): {_RESTORE}") from error
     return parse_run_state(raw, str(file))
 

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
+from rollouts.checks import parse_json
 from rollouts.engines.protocol import (
     WEIGHT_VERSION_FILE,
     EngineFeature,
@@ -321,8 +322,8 @@ def _read_expected_version(path: Path) -> int | None:
     if not version_file.exists():
         return None
     try:
-        version = json.loads(version_file.read_text())["weight_version"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        version = parse_json(version_file.read_text())["weight_version"]
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f'{version_file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again.') from error
     if not isinstance(version, int) or isinstance(version, bool):
         raise CheckpointError(f"{version_file} has weight_version {version!r}, expected an integer. Export the weights again.")
@@ -393,7 +394,7 @@ def write_weight_version(directory: Path, version: int) -> None:
 
 def read_weight_version(directory: Path) -> int:
     """Read the version written by write_weight_version."""
-    return int(json.loads((directory / WEIGHT_VERSION_FILE).read_text())["weight_version"])
+    return int(parse_json((directory / WEIGHT_VERSION_FILE).read_text())["weight_version"])
 
 
 def _make_empty(directory: Path) -> None:

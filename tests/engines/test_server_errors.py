@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.engines.http.connection import KeptConnectionLost, ServerHungUp
-from rollouts.engines.http.errors import create_status_error, describe_server_error, describe_transport_error, parse_json
+from rollouts.engines.http.errors import create_status_error, describe_server_error, describe_transport_error, parse_answer
 from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
 
 EXCERPTS = sorted((Path(__file__).parents[1] / "data" / "engines" / "errors").glob("*.json"))
@@ -139,6 +139,6 @@ def test_calls_without_an_answer_are_errors_of_this_library_with_the_address(err
 @pytest.mark.parametrize("content", [b"", b"<html>", b'{"a": 1', b"\xff\xfe\x00", b"[" * 100_000])
 def test_an_answer_that_is_no_json_is_shown(content: bytes):
     with pytest.raises(EngineProtocolError, match="expected JSON") as caught:
-        parse_json(content, URL)
+        parse_answer(content, URL)
     assert str(URL) in str(caught.value)
     assert len(str(caught.value)) < 1000

@@ -42,7 +42,7 @@ def test_hermes_calls_in_the_order_of_the_text():
         ('{"name": "calc", "arguments": {"e": -1e999}}', "no JSON: -1e999 is no JSON number"),
         ('{"name": "calc", "arguments": {"e": "\\ud83d"}}', "no JSON: half of a surrogate pair in it"),
         ('{"name": "calc", "name": "clock"}', "no JSON: 'name' is there twice"),
-        ("[" * 100000, "no JSON: it is nested too deeply"),
+        ("[" * 100000, "no JSON: lists or objects are nested too deeply"),
         ('{"name": "calc", "arguments": {"e": ' + "9" * 5000 + "}}", "no JSON: "),
         ("", "no JSON: Expecting value"),
     ],

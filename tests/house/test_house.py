@@ -102,6 +102,15 @@ def test_no_hidden_globals_prints_or_environment(path: Path):
         assert name not in names, f"{path}:{getattr(node, 'lineno', 0)} reads the environment"
 
 
+@of_each([p for p in ALL_FILES if p != ROOT / "rollouts" / "checks.py" and p.parts[-2] != "inside" and "testing" not in p.parts])
+def test_json_of_users_and_the_world_is_read_by_parse_json(path: Path):
+    for node in walk(path):
+        if not isinstance(node, ast.Attribute) or getattr(node.value, "id", "") != "json" or node.attr not in {"load", "loads"}:
+            continue
+        line = path.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+        assert "json.loads(json.dumps(" in line, f"{path}:{node.lineno} reads JSON without parse_json, which names too deep nesting"
+
+
 UNPICKLES = ROOT / "rollouts" / "backends" / "ranks" / "channel.py"  # what the other processes of the same run send, and nothing else
 
 

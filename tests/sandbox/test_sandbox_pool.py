@@ -44,7 +44,7 @@ ATTACKS: dict[str, tuple[str, SandboxFailure, str]] = {  # code, what it comes t
     "writes raw NaN": ("answer(b'{\"value\": NaN}')", SandboxFailure.RESULT, "NaN"),
     "writes raw infinity": ("answer(b'{\"value\": 1e999}')", SandboxFailure.RESULT, "not JSON compliant"),
     "writes a nested list": ("answer(b'{\"value\": ' + b'[' * 90_000 + b']' * 90_000 + b'}')", SandboxFailure.OUTPUT, "output"),
-    "writes a deep list": ("answer(b'{\"value\": ' + b'[' * 40_000 + b']' * 40_000 + b'}')", SandboxFailure.RESULT, "recursion"),
+    "writes a deep list": ("answer(b'{\"value\": ' + b'[' * 40_000 + b']' * 40_000 + b'}')", SandboxFailure.RESULT, "nested too deeply"),
     "writes no object": ("answer(b'[1]')", SandboxFailure.RESULT, "expected an object"),
     "writes half of an answer": ("answer(b'{\"value\": 1', 5)", SandboxFailure.DIED, "exit status 0"),
     "writes a wrong failure": ("answer(b'{\"failure\": \"wall\", \"error\": 1}')", SandboxFailure.RAISED, "1"),

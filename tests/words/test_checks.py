@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.checks import check_finite, check_mask, check_shapes, find_non_finite, read_flag, require_flag
+from rollouts.checks import check_encodable, check_finite, check_mask, check_shapes, find_non_finite, parse_json, read_flag, require_flag
 from rollouts.data.filters import make_threshold_filter
 
 sizes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
@@ -118,3 +119,32 @@ def test_a_tensor_is_finite_if_all_of_its_numbers_are_whatever_their_sum(numbers
     tensor = torch.tensor(numbers, dtype=dtype)
     expected = None if all(math.isfinite(number) for number in tensor.tolist()) else "bad"
     assert find_non_finite([("good", torch.ones(3)), ("bad", tensor), ("count", torch.ones(2, dtype=torch.int64))]) == expected
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("text", [DEEP, DEEP.encode(), "[" * 100_000])
+def test_json_that_is_nested_too_deeply_is_a_value_error(text):
+    with pytest.raises(ValueError, match=r"^lists or objects are nested too deeply$"):
+        parse_json(text)
+
+
+def test_json_is_parsed_as_by_the_standard_library():
+    assert parse_json('{"a": [1, 2.5, NaN]}', parse_float=str, parse_constant=str.lower) == {"a": [1, "2.5", "nan"]}
+    assert parse_json(b'{"a": 1, "a": 2}', object_pairs_hook=tuple) == (("a", 1), ("a", 2))
+    with pytest.raises(json.JSONDecodeError, match="Extra data"):
+        parse_json("1 2")
+    with pytest.raises(UnicodeDecodeError):
+        parse_json(b'"\xff"')
+
+
+def test_values_that_cannot_be_written_are_value_errors():
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_encodable(deep)
+    with pytest.raises(UnicodeError):
+        check_encodable({"a": "\ud800"})
+    check_encodable({"a": ["\u00e9", None]})

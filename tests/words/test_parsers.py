@@ -98,7 +98,7 @@ def test_files_that_are_nested_too_deeply_are_named(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl:1 is not JSON"):
         read_metrics(metrics)
     (tmp_path / "manifest.json").write_bytes(DEEP)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: RecursionError"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged: ValueError: lists or objects are nested too deeply"):
         verify_checkpoint(tmp_path)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from rollouts.backends.lora.adapters import assign, init_adapters
 from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.weights.fill import open_weights
+from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.four_bit import FourBitLinear, dequantize, quantize
 from rollouts.models.weights import (
@@ -233,8 +234,8 @@ def read_adapters(model: PreTrainedModel, directory: Path) -> dict[str, Tensor]:
 def read_fingerprint(directory: Path) -> str:
     """Read the fingerprint of the base that the adapters in a directory were trained on."""
     try:
-        return str(json.loads((directory / BASE_FILE).read_text())["fingerprint"])
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+        return str(parse_json((directory / BASE_FILE).read_text())["fingerprint"])
+    except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory / BASE_FILE} does not say which weights the adapters belong to: {error}") from error
 
 
@@ -247,8 +248,8 @@ def check_adapter_config(model: PreTrainedModel, config: LoRAConfig, directory: 
             "its weights with --model.path"
         )
     try:
-        found = cast("dict[str, Any]", json.loads(path.read_text()))
-    except (OSError, ValueError, RecursionError) as error:
+        found = cast("dict[str, Any]", parse_json(path.read_text()))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     own = {
         "r": config.rank,

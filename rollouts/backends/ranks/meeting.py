@@ -26,6 +26,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from rollouts.backends.ranks.channel import TOKEN_VARIABLE, ChannelClosed, Listener, RankChannels, WrongToken, connect_to_leader
+from rollouts.checks import parse_json
 from rollouts.errors import BackendError, ConfigError
 
 TOKEN_FILE_VARIABLE = TOKEN_VARIABLE + "_FILE"
@@ -156,7 +157,7 @@ def _join_here(path: Path, place: Placement, given: bytes | None, timeout_s: flo
     deadline, problem = time.monotonic() + timeout_s, f"{path} does not come"
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            found = json.loads(path.read_text())
+            found = parse_json(path.read_text())
             token = given or found["token"].encode()
             channels = connect_to_leader(LOOPBACK, found["port"], token, place.rank, timeout_s=left_s)
             store = TCPStore(LOOPBACK, found["store"], is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)

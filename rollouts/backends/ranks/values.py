@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from rollouts.checks import parse_json
+
 _HEAD = struct.Struct("!Q")
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -58,7 +60,7 @@ def load_value(data: bytes, *, names: bool = False) -> Any:
     """
     try:
         (length,) = _HEAD.unpack_from(data)
-        tree = json.loads(data[_HEAD.size : _HEAD.size + length].decode())
+        tree = parse_json(data[_HEAD.size : _HEAD.size + length].decode())
         return _Reader(memoryview(data)[_HEAD.size + length :], names).decode(tree)
     except DamagedError:
         raise

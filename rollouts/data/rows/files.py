@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
+from rollouts.checks import check_encodable, parse_json
 from rollouts.data.rows.loaded import LazyRows, LoadedRows
 from rollouts.errors import ConfigError, DataError
 
@@ -199,7 +200,7 @@ def parse_line(line: bytes, where: str) -> Row:
         row = _parse_json(text)
     except UnicodeEncodeError as error:
         raise DataError(f"{where}: holds a lone surrogate ({error.object[error.start]!r}), which is not Unicode text") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         found = _name_format(line, where) or f"not JSON: {_explain_json(error)}; it begins with {text[:60]!r}{_advise(text, error)}"
         raise DataError(f"{where}: {found}") from error
     return _take_object(row, where)
@@ -237,8 +238,6 @@ def _describe_bytes(error: UnicodeDecodeError) -> str:
 
 def _explain_json(error: Exception) -> str:
     """Return what is wrong with JSON, without the words of Python's functions."""
-    if isinstance(error, RecursionError):
-        return "lists or objects are nested too deeply"
     if "integer string conversion" in str(error):
         return "a whole number has more than 4,300 digits, so write it as a text"
     return str(error)
@@ -264,9 +263,9 @@ def _take_object(row: Any, where: str) -> Row:
 
 
 def _parse_json(text: str) -> Any:
-    value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys)
+    value = parse_json(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys)
     if "\\u" in text:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")  # a lone surrogate such as \ud800 is no text
+        check_encodable(value)  # a lone surrogate such as \ud800 is no text
     return value
 
 
@@ -310,7 +309,7 @@ def _read_json(path: Path) -> Iterator[tuple[str, Any]]:
         return
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: {_name_format(error.object) or _describe_bytes(error)}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{path}: not JSON: {_explain_json(error)}") from error
     if isinstance(value, dict):
         lists = [item for item in cast("Row", value).values() if isinstance(item, list)]

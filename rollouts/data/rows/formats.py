@@ -5,13 +5,12 @@ Each function turns a row into the one form that a stage reads. docs/data.md lis
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from rollouts.chat.tokenize import parse_messages, parse_prompt_content
-from rollouts.checks import show_value
+from rollouts.checks import parse_json, show_value
 from rollouts.errors import DataError
 from rollouts.types import Message, PromptContent
 
@@ -247,8 +246,8 @@ def _read_tools(row: Row, where: str) -> Row:
 
 def _parse_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}; it begins with {text[:60]!r}") from error
 
 

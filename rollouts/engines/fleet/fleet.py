@@ -9,7 +9,6 @@ weight updates in updates.py.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -20,6 +19,7 @@ from typing import Any, Self
 import trio
 from torch import Tensor
 
+from rollouts.checks import parse_json
 from rollouts.engines.fleet.health import FleetHealth, FleetWeights, ask_version
 from rollouts.engines.fleet.members import FleetConfig, Member, MemberState, MemberStatus, Roster
 from rollouts.engines.fleet.requests import FleetRequests
@@ -429,6 +429,6 @@ def _read_version(path: Path, following: int) -> int:
     if not file.exists():
         return following
     try:
-        return int(json.loads(file.read_text())["weight_version"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        return int(parse_json(file.read_text())["weight_version"])
+    except (ValueError, KeyError, TypeError) as error:
         raise EngineError(f'{file} cannot be read as {{"weight_version": int}}: {error}. Export the weights again') from error

@@ -29,7 +29,7 @@ from rollouts.engines.http.errors import (
     create_status_error,
     describe_server_error,
     describe_transport_error,
-    parse_json,
+    parse_answer,
     raise_engine_errors,
 )
 from rollouts.engines.http.events import EventDecoder, parse_event
@@ -184,11 +184,11 @@ class HTTPEndpoint:
         Raises: EngineTimeout, EngineStatusError, EngineProtocolError; EngineError if the server cannot be reached or hung up, or after the
             end of the endpoint's block.
         """
-        return parse_json(await self._call("POST", path, body, kind, idempotent, params), self._url(path, params), self._hide)
+        return parse_answer(await self._call("POST", path, body, kind, idempotent, params), self._url(path, params), self._hide)
 
     async def get_json(self, path: str, *, kind: CallKind = "control", params: Mapping[str, str] | None = None) -> Any:
         """GET and return the parsed answer. Raises as post_json."""
-        return parse_json(await self._call("GET", path, None, kind, True, params), self._url(path, params), self._hide)
+        return parse_answer(await self._call("GET", path, None, kind, True, params), self._url(path, params), self._hide)
 
     async def post_text(
         self, path: str, body: Any = None, *, kind: CallKind = "control", idempotent: bool = False, params: Mapping[str, str] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from rollouts.checks import parse_json
 from rollouts.engines.http.connection import ServerHungUp
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError, EngineTimeout
 
@@ -58,7 +58,7 @@ def describe_transport_error(error: httpx.RequestError, url: httpx.URL, connect_
     return EngineProtocolError(f"{url} does not speak HTTP as it should: {what}")
 
 
-def parse_json(content: bytes, url: httpx.URL, hide: Callable[[str], str] = str) -> Any:
+def parse_answer(content: bytes, url: httpx.URL, hide: Callable[[str], str] = str) -> Any:
     """Parse an answer in JSON.
 
     Args:
@@ -67,8 +67,8 @@ def parse_json(content: bytes, url: httpx.URL, hide: Callable[[str], str] = str)
     Raises: EngineProtocolError with the beginning of the actual answer.
     """
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
+        return parse_json(content)
+    except ValueError as error:
         found = hide(content[:2000].decode(errors="replace"))[:200]
         raise EngineProtocolError(f"{url} answered with {found!r}, expected JSON ({error})") from error
 
@@ -90,8 +90,8 @@ def raise_engine_errors(url: httpx.URL) -> Generator[None]:
 
 def _read_message(body: str) -> str:
     try:
-        return _find_message(json.loads(body))
-    except (ValueError, RecursionError):
+        return _find_message(parse_json(body))
+    except (ValueError, RecursionError):  # its fields are nested too deeply to be looked at
         return ""
 
 

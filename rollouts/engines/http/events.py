@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from rollouts.engines.http.errors import create_status_error, parse_json
+from rollouts.engines.http.errors import create_status_error, parse_answer
 
 
 class EventDecoder:
@@ -54,7 +54,7 @@ def parse_event(data: str, url: httpx.URL, hide: Callable[[str], str] = str) -> 
 
     Raises: EngineProtocolError if it is not JSON; EngineStatusError if it is an error event, sent with status 200.
     """
-    event = parse_json(data.encode(), url, hide)
+    event = parse_answer(data.encode(), url, hide)
     if isinstance(event, dict) and event.get("error"):
         code = event["error"].get("code") if isinstance(event["error"], dict) else None
         raise create_status_error(code if isinstance(code, int) else 500, url, hide(data))

@@ -7,7 +7,6 @@ waiting caller, and the event loop is never blocked by computation.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
+from rollouts.checks import parse_json
 from rollouts.data.model_limits import find_context_length, read_limits
 from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
 from rollouts.engines.inprocess.native import NativeModel, open_slots
@@ -216,8 +216,8 @@ class InProcessEngine:
         try:
             weights = await trio.to_thread.run_sync(read_weights, path, self._model)
             version_file = path / WEIGHT_VERSION_FILE
-            version = int(json.loads(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
-        except (CheckpointError, OSError, ValueError, KeyError, RecursionError) as error:
+            version = int(parse_json(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
+        except (CheckpointError, OSError, ValueError, KeyError) as error:
             raise EngineError(f"{self.name} cannot load weights from {path}: {error}") from error
         return await self._replace_weights(weights, version, str(path))
 

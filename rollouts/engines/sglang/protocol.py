@@ -7,7 +7,6 @@ are under temperature 1. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB re
 from __future__ import annotations
 
 import base64
-import json
 import pickle
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch import Tensor
 
+from rollouts.checks import parse_json
 from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
 from rollouts.errors import EngineProtocolError
@@ -223,7 +223,7 @@ def find_foreign_defaults(model_info: Any) -> list[str]:
     """Return names of sampling parameters that the server adds to every request and that our requests leave open."""
     with _protocol_errors("/model_info", model_info):
         preferred: Any = model_info["preferred_sampling_params"] or {}
-        preferred = json.loads(preferred) if isinstance(preferred, str) else preferred
+        preferred = parse_json(preferred) if isinstance(preferred, str) else preferred
         return sorted(set(preferred) - set(sglang_sampling_params(SamplingParams(), seeded=False)))
 
 

@@ -6,7 +6,6 @@ their old values. So a checkpoint is compared with a reference before any server
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from rollouts.checks import parse_json
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
 from rollouts.errors import CheckpointError
 from rollouts.weight_specs import WeightSpec
@@ -259,11 +259,11 @@ def _read_header(file: Path) -> dict[str, TensorLayout]:
     if not content:
         raise CheckpointError(f"{file} with its {size} bytes is not a complete safetensors file: it was cut off, or is another format")
     try:
-        header = json.loads(content)
+        header = parse_json(content)
         entries = {name: value for name, value in header.items() if name != "__metadata__"}
         tensors = {name: TensorLayout(tuple(map(int, value["shape"])), str(value["dtype"])) for name, value in entries.items()}
         offsets = {name: (int(value["data_offsets"][0]), int(value["data_offsets"][1])) for name, value in entries.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} has a damaged header ({error!r}): export the weights again") from error
     end = 0
     item_bytes = dict(_DTYPE_BYTES)
@@ -285,6 +285,6 @@ def _says_tied(path: Path) -> bool:
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read as JSON ({error}): export the weights again") from error

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
 
+from rollouts.checks import check_encodable, parse_json, refuse_constant
 from rollouts.environments.tools.tool import Tool
 
 
@@ -163,24 +164,18 @@ def _unquote(text: str) -> str:
 def _load_json(text: str) -> Any:
     """Parse JSON. Raises ValueError with the fault, also for NaN, infinity, a repeated name, half a surrogate pair, too deep nesting."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_parse_float, object_pairs_hook=_build_object)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        value = parse_json(text, parse_constant=refuse_constant, parse_float=_parse_float, object_pairs_hook=_build_object)
+        check_encodable(value)
         return value
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except UnicodeEncodeError:
         raise ValueError("half of a surrogate pair in it") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _parse_float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
+    return value if math.isfinite(value) else refuse_constant(text)
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

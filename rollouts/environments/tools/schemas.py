@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, Union, cast, get_args, get_origin
 
+from rollouts.checks import parse_json
 from rollouts.errors import ConfigError
 
 Schema: TypeAlias = Mapping[str, Any]
@@ -82,8 +83,8 @@ def fit_value(value: Any, schema: Schema, where: str) -> Any:
         return value
     if isinstance(value, str) and kind in ("integer", "number", "boolean", "null"):
         try:
-            spelled = json.loads(value.strip().lower())
-        except (ValueError, RecursionError):
+            spelled = parse_json(value.strip().lower())
+        except ValueError:
             spelled = value
         if not isinstance(spelled, str):
             return fit_value(spelled, schema, where)

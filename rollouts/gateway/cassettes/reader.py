@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, cast, get_args
 
+from rollouts.checks import parse_json
 from rollouts.errors import DataError
 from rollouts.gateway.cassettes.exchanges import FORMAT, USUAL, VERSION, Asked, Exchange, Plain, RecordedAnswer, normalise_sampling
 from rollouts.types import FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts
@@ -98,8 +98,8 @@ def read_cassette(path: Path) -> Cassette:
 
 def _parse(line: str) -> Mapping[str, Any]:
     try:
-        values = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(line, parse_constant=_refuse_constant)
+    except ValueError as error:
         raise _Damage(f"it is not JSON ({str(error)[:100]})") from None
     return _check(values, dict, "the line", "an object")
 
