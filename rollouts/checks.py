@@ -11,13 +11,15 @@ import json
 import math
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, cast
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar, cast
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 from rollouts.errors import ConfigError, DataError
+
+T = TypeVar("T")
 
 
 def check_shapes(**named: tuple[Tensor | None, tuple[int | None, ...]]) -> None:
@@ -110,6 +112,11 @@ def is_async_function(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = cast("functools.partial[Any]", function).func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def iterate_awaitable(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
+    """Return the iterator of an awaitable's steps. A generator-based coroutine (types.coroutine) is its own: it has no __await__."""
+    return awaitable.__await__() if hasattr(awaitable, "__await__") else cast("Generator[Any, Any, T]", awaitable)
 
 
 def describe_function(function: Callable[..., Any]) -> str:

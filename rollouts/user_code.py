@@ -17,13 +17,14 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import trio
 
+from rollouts.checks import iterate_awaitable
 from rollouts.errors import find_own_frame
 
 T = TypeVar("T")
@@ -128,11 +129,6 @@ async def finish(awaitable: Awaitable[T], timeout_s: float, alarm: interrupt_blo
         if own is not None:
             own.stop()
     return result
-
-
-def iterate_awaitable(awaitable: Awaitable[T]) -> Generator[Any, Any, T]:
-    """Return the iterator of an awaitable's steps. A generator-based coroutine (types.coroutine) is its own: it has no __await__."""
-    return awaitable.__await__() if hasattr(awaitable, "__await__") else cast("Generator[Any, Any, T]", awaitable)
 
 
 class ThreadResults(Generic[T]):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, SupportsFloat, cast
 
-from rollouts.checks import show_value
+from rollouts.checks import iterate_awaitable, show_value
 from rollouts.config_files import suggest
 from rollouts.data.samples import count_spoken, describe_sample, find_actions, forget_turn_rewards, sample_messages
 from rollouts.errors import ConfigError, RewardError, is_own_code
@@ -218,10 +218,7 @@ class _Finished:
     finish: Callable[[Any], Any]
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps: Any = self.value  # a generator-based coroutine is its own iterator
-        if hasattr(steps, "__await__"):
-            steps = steps.__await__()
-        return self.finish((yield from steps))
+        return self.finish((yield from iterate_awaitable(self.value)))
 
 
 def throw_away(value: object) -> None:
