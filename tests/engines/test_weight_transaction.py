@@ -17,7 +17,7 @@ from rollouts.engines.http.samples import Generated
 from rollouts.engines.weights import server_weights
 from rollouts.engines.weights.checkpoint_check import CheckpointLayout, read_fingerprint
 from rollouts.engines.weights.path_map import PathMap
-from rollouts.engines.weights.transaction import ServedDirectory, ServerControls, WeightTransaction
+from rollouts.engines.weights.transaction import ServedDirectory, WeightTransaction
 from rollouts.errors import EngineError
 from rollouts.types import SamplingParams
 
@@ -50,7 +50,7 @@ class Server:
         await self.note("resume")
         self.is_paused = False
 
-    async def load(self, path: Path, label: str) -> None:
+    async def load_directory(self, path: Path, label: str) -> None:
         assert self.is_paused
         self.weights = "half"
         await self.note(f"load {path.name}")
@@ -84,11 +84,9 @@ class Setup:
             (directory / "model.safetensors").write_bytes(b"weights")
         self.server = Server()
         self.requests = RequestsInFlight("the engine", self.server.abort)
-        its = self.server
-        controls = ServerControls(its.pause, its.load, its.set_label, its.read_label, its.resume, its.sleep, its.wake_up, DEADLINES)
         # files are looked at in a thread, which the autojump clock does not wait for
         served = ServedDirectory(self.start, "default", read_fingerprint(self.start) if looks_at_files else None)
-        self.transaction = WeightTransaction(self.requests, controls, served=served)
+        self.transaction = WeightTransaction(self.requests, self.server, deadlines=DEADLINES, served=served)
 
     async def update(self, version: int | None = 1):
         return await self.transaction.load_directory(self.new, version)
@@ -229,16 +227,16 @@ async def test_weights_of_no_directory_cannot_be_brought_back(setup: Setup):
 
 
 async def test_another_label_than_was_set_is_a_failure(setup: Setup):
-    async def other_label() -> str:
-        await setup.server.note("read")
-        return "99" if setup.server.label == "1" else setup.server.label
+    class Mislabelled(Server):
+        async def read_label(self) -> str:
+            label = await super().read_label()
+            return "99" if label == "1" else label
 
-    its = setup.server
-    controls = ServerControls(its.pause, its.load, its.set_label, other_label, its.resume, its.sleep, its.wake_up)
-    transaction = WeightTransaction(setup.requests, controls, served=ServedDirectory(setup.start, "default"))
+    server = Mislabelled()
+    transaction = WeightTransaction(setup.requests, server, served=ServedDirectory(setup.start, "default"))
     with pytest.raises(EngineError, match="labelled '1', but it reports '99'"):
         await transaction.load_directory(setup.new, 1)
-    assert setup.server.weights == "start"
+    assert server.weights == "start"
 
 
 async def test_a_resume_that_fails_is_said_and_nothing_hangs(setup: Setup):
@@ -497,8 +495,7 @@ async def test_a_server_that_fails_to_sleep_is_awake_again_and_one_that_sleeps_i
 async def test_an_engine_that_is_closed_while_files_are_checked_says_so_and_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     server = Server()
     requests = RequestsInFlight("the engine", server.abort)
-    controls = ServerControls(server.pause, server.load, server.set_label, server.read_label, server.resume, server.sleep, server.wake_up)
-    weights = server_weights.ServerWeights(requests, controls, PathMap(), None, allow_cast=False)
+    weights = server_weights.ServerWeights(requests, server, PathMap(), None, allow_cast=False)
     facts = ServerInfo(
         kind="sglang", version="1", model_path=str(tmp_path), served_name="model", context_length=8, log_prob_kind="sampled",
         weight_version="default",

@@ -26,7 +26,6 @@ from rollouts.engines.sglang.protocol import LOWEST_TEMPERATURE, PauseMode, SGLa
 from rollouts.engines.weights.checkpoint_check import CheckpointLayout
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.server_weights import ServerWeights
-from rollouts.engines.weights.transaction import ServerControls
 from rollouts.errors import EngineError, EngineRequestError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
@@ -110,18 +109,10 @@ class SGLangEngine:
         self._generation = SGLangGeneration(self.name, self._server, self._get_facts, record_experts=record_experts)
         self._requests = RequestsInFlight(self.name, self._generation.abort, initial_version=initial_version, resends=in_flight == "abort")
         pause_mode: PauseMode = "retract" if in_flight == "continue" else "abort"
-        self._routes = routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
-        controls = ServerControls(
-            routes.pause,
-            routes.load_directory,
-            routes.set_label,
-            routes.read_label,
-            routes.resume,
-            routes.sleep,
-            routes.wake_up,
-            self._server.deadlines,
+        self._routes = SGLangWeights(self.name, self._server, pause_mode, self._generation.count_in_flight, paths)
+        self.weights = ServerWeights(
+            self._requests, self._routes, paths, reference, deadlines=self._server.deadlines, allow_cast=allow_cast
         )
-        self.weights = ServerWeights(self._requests, controls, paths, reference, allow_cast=allow_cast)
         self._facts: SGLangServer | None = None
         self._has_warned_of_seeds = False
         self._exit_stack = AsyncExitStack()

@@ -33,7 +33,6 @@ from rollouts.engines.vllm.protocol import (
 from rollouts.engines.weights.checkpoint_check import HEAD, CheckpointLayout, read_eos_token_ids
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.server_weights import ServerWeights
-from rollouts.engines.weights.transaction import ServerControls
 from rollouts.errors import EngineError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec
@@ -98,20 +97,10 @@ class VLLMEngine:
         self._paths = path_map or PathMap()
         self._read_facts = partial(read_facts, self.name, self._server, self._paths, expected_model=expected_model, vocab_size=vocab_size)
         self._requests = RequestsInFlight(self.name, self._abort_on_server, initial_version=initial_version, resends=in_flight == "abort")
-        self._routes = routes = VLLMWeights(
-            self.name, self._server, "keep" if in_flight == "continue" else "abort", self._is_on_cpu, self._paths
+        self._routes = VLLMWeights(self.name, self._server, "keep" if in_flight == "continue" else "abort", self._is_on_cpu, self._paths)
+        self.weights = ServerWeights(
+            self._requests, self._routes, self._paths, reference, deadlines=self._server.deadlines, allow_cast=allow_cast
         )
-        controls = ServerControls(
-            routes.pause,
-            routes.load_directory,
-            routes.set_label,
-            routes.read_label,
-            routes.resume,
-            routes.sleep,
-            routes.wake_up,
-            self._server.deadlines,
-        )
-        self.weights = ServerWeights(self._requests, controls, self._paths, reference, allow_cast=allow_cast)
         self._eos_token_ids = frozenset[int]()
         self._records_experts = record_experts
         self._has_warned_of_seeds = False

@@ -12,6 +12,7 @@ from typing import Any
 import trio
 
 from rollouts.engines.http.checks import INITIAL_LABEL, ServerInfo
+from rollouts.engines.http.endpoint import Deadlines
 from rollouts.engines.http.requests import RequestsInFlight
 from rollouts.engines.http.samples import version_of
 from rollouts.engines.protocol import WEIGHT_VERSION_FILE
@@ -34,7 +35,14 @@ class ServerWeights:
     """Weights of one server: new ones are compared with a reference before the server is told of them. Used after open()."""
 
     def __init__(
-        self, requests: RequestsInFlight, controls: ServerControls, paths: PathMap, reference: CheckpointLayout | None, *, allow_cast: bool
+        self,
+        requests: RequestsInFlight,
+        controls: ServerControls,
+        paths: PathMap,
+        reference: CheckpointLayout | None,
+        *,
+        deadlines: Deadlines | None = None,
+        allow_cast: bool,
     ) -> None:
         """
         Args:
@@ -43,11 +51,13 @@ class ServerWeights:
             paths: map from local directories to those of the server.
             reference: layout of the served model; None = that of its directory or, if it cannot be read from here, of the first weights
                 that are loaded.
+            deadlines: those of WeightTransaction.
             allow_cast: whether new weights may have another floating-point precision than the reference.
         """
         self._name = requests.name
         self._requests = requests
         self._controls = controls
+        self._deadlines = deadlines
         self._paths = paths
         self._reference = reference
         self._allow_cast = allow_cast
@@ -64,7 +74,7 @@ class ServerWeights:
             self._reference = found if found is None or info.dtype is None else expect_dtype(found, info.dtype)
         self._can_sleep = info.can_sleep
         version = version_of(self._name, info.weight_version, self._requests.initial_version)
-        self._transaction = WeightTransaction(self._requests, self._controls, version=version, served=served)
+        self._transaction = WeightTransaction(self._requests, self._controls, deadlines=self._deadlines, version=version, served=served)
 
     async def close(self) -> None:
         """Resume and wake up a server that the user left paused or asleep."""

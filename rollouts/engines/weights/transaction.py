@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import trio
 
@@ -25,18 +25,36 @@ _CLOSE_S = 10.0  # seconds for resuming a server at the end of its engine's bloc
 _REPEATS_S = 10.0  # seconds beside a call's own deadline, for its repeats: the call's own error, with the address, comes first
 
 
-@dataclass(frozen=True)
-class ServerControls:
+class ServerControls(Protocol):
     """Operations of a server that an update needs. Each raises EngineError, and may be repeated."""
 
-    pause: Callable[[], Awaitable[None]]  # afterwards no request runs, and no cache of the old weights is left
-    load: Callable[[Path, str], Awaitable[None]]  # (directory, label of its weights)
-    set_label: Callable[[str], Awaitable[None]]
-    read_label: Callable[[], Awaitable[str]]
-    resume: Callable[[], Awaitable[None]]
-    sleep: Callable[[], Awaitable[None]]  # called while no request of this client runs
-    wake_up: Callable[[], Awaitable[None]]
-    deadlines: Deadlines = field(default_factory=Deadlines)  # sync_s bounds wake_up and restoring, control_s resume, however often repeated
+    async def pause(self) -> None:
+        """Pause: afterwards no request runs, and no cache of the old weights is left."""
+        ...
+
+    async def load_directory(self, path: Path, label: str, /) -> None:
+        """Load the weights in a directory, which have a label."""
+        ...
+
+    async def set_label(self, label: str) -> None:
+        """Label the server's weights."""
+        ...
+
+    async def read_label(self) -> str:
+        """Read the label of the server's weights."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on with requests."""
+        ...
+
+    async def sleep(self) -> None:
+        """Release the memory of the device. Called while no request of this client runs."""
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory again."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,12 +74,14 @@ class WeightTransaction:
         requests: RequestsInFlight,
         controls: ServerControls,
         *,
+        deadlines: Deadlines | None = None,
         version: int = 0,
         served: ServedDirectory | None,
     ) -> None:
         """
         Args:
             requests: requests of the engine; held while an update runs.
+            deadlines: sync_s bounds wake_up and restoring, control_s resume, however often repeated; None = the default ones.
             version: version of the server's current weights.
             served: directory of the server's current weights; None = unknown, or in no directory.
         """
@@ -70,6 +90,7 @@ class WeightTransaction:
         self._requests = requests
         requests.note_confirmed(version)
         self._controls = controls
+        self._deadlines = deadlines or Deadlines()
         self._served = served
         self._lock = trio.Lock()
         self._is_paused = False  # paused by the user
@@ -87,7 +108,7 @@ class WeightTransaction:
         """
 
         async def load(label: str) -> None:
-            await self._controls.load(path, label)
+            await self._controls.load_directory(path, label)
             if fingerprint is not None and await trio.to_thread.run_sync(read_fingerprint, path) != fingerprint:
                 raise EngineError("its files were replaced after they had been checked: export each version to a directory of its own")
 
@@ -282,7 +303,7 @@ class WeightTransaction:
 
     def _limit(self, deadline: Literal["sync_s", "control_s"]) -> AbstractContextManager[None]:
         """Bound a block that may not be cancelled by a deadline and a few repeats. Raises EngineTimeout, with the deadline's name."""
-        deadlines = self._controls.deadlines
+        deadlines = self._deadlines
         return _raise_timeout(getattr(deadlines, deadline) + _REPEATS_S, f": the server hangs, or {deadlines.name(deadline)} is too short")
 
     async def _restore(self) -> None:
@@ -293,7 +314,7 @@ class WeightTransaction:
             found = await trio.to_thread.run_sync(read_fingerprint, served.path)
             if found != served.fingerprint:
                 raise EngineError(f"{served.path} holds other files now")
-        await self._controls.load(served.path, served.label)
+        await self._controls.load_directory(served.path, served.label)
         await self._confirm(served.label)
 
 
