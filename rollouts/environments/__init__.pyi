@@ -27,4 +27,5 @@ from .tools.calls import (
     parse_json_calls as parse_json_calls,
 )
 from .tools.environment import ToolRules as ToolRules, ToolEnvironment as ToolEnvironment, describe_tools as describe_tools
+from .tools.mcp import open_mcp_tools as open_mcp_tools
 from .tools.tool import create_tool as create_tool

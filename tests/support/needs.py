@@ -210,3 +210,4 @@ OPENAI_AGENTS = _need(
     "the OpenAI Agents SDK",
     "set OPENAI_AGENTS_PYTHON to the Python of an environment in which `pip install openai-agents` was run",
 )
+MCP = _need(importlib.util.find_spec("mcp") is not None, "the package mcp", "pip install 'rollouts-rl[mcp]'")

@@ -1,0 +1,340 @@
+"""Tools of an MCP server (Model Context Protocol): a process that lists tools and carries out calls, over its stdin and stdout.
+
+    async with open_mcp_tools([sys.executable, "server.py"]) as tools:
+        setting = EpisodeSetting(lambda: ToolEnvironment(tools, grade=grade))
+
+The protocol is that of the package `mcp`, which runs under trio: pip install 'rollouts-rl[mcp]'. A server is not trusted: its lines, its
+list of tools and its results have limits, and its environment variables are those that it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+import trio
+
+from rollouts.environments.tools.environment import cut_middle
+from rollouts.environments.tools.tool import Tool
+from rollouts.errors import ConfigError, ToolArgumentError, ToolFault, make_safe, raise_single_errors, redact
+
+if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp import Client
+    from mcp.shared.message import SessionMessage
+    from mcp_types import CallToolResult
+
+_MAX_LINE_BYTES = 8 * 2**20  # one message of a server
+_MAX_TOOLS = 256
+_MAX_PAGES = 64  # one list of a server
+_MAX_DESCRIPTION_CHARS = 8192  # a tool, without its schema
+_MAX_SCHEMA_CHARS = 32768  # a tool's, as JSON
+_KEPT_STDERR_BYTES = 8192
+_GRACE_S = 2.0  # for a server to end by itself, once its stdin is closed
+
+
+class McpToolError(RuntimeError):
+    """Text of a server about a call that failed: the cause of a ToolFault, and what the model is told."""
+
+
+@dataclass
+class _Server:
+    """A server that runs."""
+
+    name: str  # for messages
+    process: trio.Process
+    stderr: bytearray = field(default_factory=bytearray)  # its end
+    flaw: str | None = None  # fault of its output
+    has_ended: trio.Event = field(default_factory=trio.Event)  # nothing more comes from it
+    is_ready: trio.Event = field(default_factory=trio.Event)
+    fault: ToolFault | None = None  # end of the block, if the server caused it
+
+    async def describe_end(self) -> str:
+        """Return why nothing more comes, once its output has ended."""
+        with trio.move_on_after(0 if self.flaw else _GRACE_S):
+            await self.process.wait()
+        status = self.process.returncode
+        end = self.flaw or ("it closed its stdout and runs on" if status is None else f"it ended with exit status {status}")
+        last = redact(make_safe(self.stderr.decode(errors="replace").strip()[-1000:]))
+        return f"the MCP server {self.name} is gone: {end}; the end of its stderr: {last!r}"
+
+
+@asynccontextmanager
+async def open_mcp_tools(
+    command: Sequence[str],
+    *,
+    names: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    directory: str | None = None,
+    timeout_s: float | None = 30.0,
+    start_s: float = 30.0,
+    max_result_chars: int = 20000,
+) -> AsyncGenerator[tuple[Tool, ...]]:
+    """Start an MCP server and give its tools until the block ends. It is told to end then, and killed with its process group.
+
+    All calls in the block go to this one server, however many episodes make them. For a server that keeps a state for each episode, open
+    it in the function of an agent: see create_agent_generate_fn.
+
+    Args:
+        command: program and arguments.
+        names: tools to give, in this order; None = all that it lists.
+        environment: all variables of the server; None = none, so that the program is named by its path.
+        directory: its working directory; None = this process's.
+        timeout_s: seconds for each call (Tool.timeout_s); None = no deadline.
+        start_s: seconds for its start and its list of tools.
+        max_result_chars: longer results are cut in the middle, and say so.
+
+    Raises: ConfigError if it cannot be started, has no tool of one of the names, or the package mcp is missing. ToolFault if it is late,
+        lists what is no tool, or ends while the block is open, which cancels the block.
+    """
+    try:
+        from mcp import Client
+    except ImportError as error:
+        raise ConfigError("tools of MCP servers need the package mcp: pip install 'rollouts-rl[mcp]'") from error
+    server = await _start(command, environment or {}, directory)
+    client = Client(_connect(server), cache=None)
+    try:
+        with raise_single_errors():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_keep_stderr, server)
+                nursery.start_soon(_watch, server, start_s, nursery.cancel_scope)
+                async with AsyncExitStack() as stack:
+                    listed = await _greet(server, client, stack)
+                    tools = tuple(_create_tool(server, client, one, timeout_s, max_result_chars) for one in listed)
+                    server.is_ready.set()
+                    yield _choose(server, tools, names)
+                    nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await _stop(server)
+    if server.fault is not None:
+        raise server.fault
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str], directory: str | None) -> _Server:
+    if isinstance(command, str) or not command:
+        raise ConfigError(f"the command of an MCP server is {command!r}, expected its words, such as ['python', 'server.py']")
+    name = redact(shlex.join(command))[:200]
+    pipe = subprocess.PIPE
+    try:
+        process = await trio.lowlevel.open_process(
+            list(command), stdin=pipe, stdout=pipe, stderr=pipe, env=dict(environment), cwd=directory, start_new_session=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the MCP server {name} cannot be started: {error}. Name a program that can be run, by its path") from error
+    return _Server(name, process)
+
+
+async def _stop(server: _Server) -> None:
+    """End a server: by the end of its input, and after a while by force."""
+    process = server.process
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await _get(process.stdin).aclose()
+    with trio.move_on_after(0 if server.flaw else _GRACE_S):
+        await process.wait()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    for stream in (process.stdin, process.stdout, process.stderr):
+        await trio.aclose_forcefully(_get(stream))
+
+
+def _get(stream: Any) -> Any:
+    assert stream is not None, "the streams of a server are pipes"
+    return stream
+
+
+async def _keep_stderr(server: _Server) -> None:
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        async for data in _get(server.process.stderr):
+            server.stderr += data
+            del server.stderr[:-_KEPT_STDERR_BYTES]
+
+
+async def _watch(server: _Server, start_s: float, scope: trio.CancelScope) -> None:
+    """End the block when the server ends, or has no list of tools in time."""
+    with trio.move_on_after(start_s):
+        await server.is_ready.wait()
+    if server.is_ready.is_set():
+        await server.has_ended.wait()
+        server.fault = ToolFault(await server.describe_end())
+    else:
+        server.fault = ToolFault(f"the MCP server {server.name} listed no tools within {start_s:g} s (start_s)")
+    scope.cancel()
+
+
+# -- the protocol
+
+
+@asynccontextmanager
+async def _connect(server: _Server) -> AsyncGenerator[tuple[Any, Any]]:
+    """Open the transport of a client: a stream of the server's messages, and one of messages for it."""
+    to_client, from_server = anyio.create_memory_object_stream["SessionMessage | Exception"](0)
+    to_server, from_client = anyio.create_memory_object_stream["SessionMessage"](0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_read, server, to_client)
+        nursery.start_soon(_write, server, from_client)
+        try:
+            yield from_server, to_server
+        finally:
+            nursery.cancel_scope.cancel()
+            for stream in (to_client, from_server, to_server, from_client):
+                stream.close()
+
+
+async def _read(server: _Server, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+    """Pass on the messages of a server, one a line. What is no message is an exception, which the client leaves out."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
+    buffer = bytearray()
+    try:
+        async for data in _get(server.process.stdout):
+            buffer += data
+            *lines, rest = buffer.split(b"\n") if b"\n" in data else (buffer,)
+            buffer = rest
+            if len(buffer) > _MAX_LINE_BYTES:
+                server.flaw = f"it wrote a line of more than {_MAX_LINE_BYTES:,} bytes"
+                return
+            for line in lines:
+                try:
+                    message = SessionMessage(jsonrpc_message_adapter.validate_json(bytes(line), by_name=False))
+                except ValueError as error:
+                    message = error
+                await to_client.send(message)
+    except (trio.BrokenResourceError, trio.ClosedResourceError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+        pass
+    finally:
+        server.has_ended.set()
+        to_client.close()
+
+
+async def _write(server: _Server, from_client: MemoryObjectReceiveStream[SessionMessage]) -> None:
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        async for message in from_client:
+            text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+            await _get(server.process.stdin).send_all(f"{text}\n".encode())
+
+
+async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list[Any]:
+    """Return the tools that a server lists, whatever they are. Raises ToolFault."""
+    listed: list[Any] = []
+    cursor: str | None = None
+    try:
+        await stack.enter_async_context(client)
+        for _ in range(_MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None or len(listed) > _MAX_TOOLS:
+                break
+    except Exception as error:
+        if server.has_ended.is_set():
+            raise ToolFault(await server.describe_end()) from error
+        what = redact(make_safe(" ".join(str(error).split())))[:300]
+        raise ToolFault(f"the MCP server {server.name} lists no tools: {type(error).__name__}: {what}") from error
+    if cursor is not None or len(listed) > _MAX_TOOLS:
+        raise ToolFault(f"the list of the MCP server {server.name} does not end: {len(listed)} tools in {_MAX_PAGES} pages at most")
+    return listed
+
+
+def _choose(server: _Server, tools: tuple[Tool, ...], names: Sequence[str] | None) -> tuple[Tool, ...]:
+    by_name = {tool.name: tool for tool in tools}
+    if len(by_name) != len(tools):
+        raise ToolFault(f"the MCP server {server.name} lists tools of one name: {', '.join(tool.name for tool in tools)[:500]}")
+    missing = [name for name in names or () if name not in by_name]
+    if missing:
+        known = ", ".join(by_name)[:500] or "none"
+        raise ConfigError(f"names has {missing[0]!r}, which the MCP server {server.name} has not: there are {known}")
+    return tools if names is None else tuple(by_name[name] for name in names)
+
+
+def _create_tool(server: _Server, client: Client, listed: Any, timeout_s: float | None, max_chars: int) -> Tool:
+    """Return a tool of a server's description. Raises ToolFault."""
+    where = f"the tool {listed.name!r:.80} of the MCP server {server.name}"
+    size = len(json.dumps(listed.input_schema))
+    if size > _MAX_SCHEMA_CHARS:
+        raise ToolFault(f"{where} has a schema of {size:,} characters, expected at most {_MAX_SCHEMA_CHARS:,}")
+    schema = _read_schema(listed.input_schema, f"the schema of {where}")
+    if not listed.name or len(listed.name) > 128 or any(character.isspace() for character in listed.name):
+        raise ToolFault(f"{where} has a name that models cannot call, expected 1 to 128 characters without white space")
+    return Tool(
+        name=listed.name,
+        function=partial(_call, server, client, listed.name, max_chars),
+        description=cut_middle(listed.description or "", _MAX_DESCRIPTION_CHARS),
+        parameters=schema,
+        timeout_s=timeout_s,
+        in_thread=False,
+    )
+
+
+def _read_schema(value: Any, where: str) -> dict[str, Any]:
+    """Return a JSON schema as tools have it: what is read of it has the types that are expected, the rest is for the model alone."""
+    if value is True:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ToolFault(f"{where} has {value!r:.100}, expected a JSON schema, an object")
+    schema = dict(cast("Mapping[str, Any]", value))
+    kinds: dict[str, Any] = {"properties": Mapping, "required": list, "enum": list, "anyOf": list}
+    for key, kind in kinds.items():
+        if key in schema and not isinstance(schema[key], kind):
+            raise ToolFault(f"{where} has {key} = {schema[key]!r:.100}, expected {'an object' if kind is Mapping else 'a list'}")
+    if "properties" in schema:
+        schema["properties"] = {name: _read_schema(entry, where) for name, entry in schema["properties"].items()}
+    if "anyOf" in schema:
+        schema["anyOf"] = [_read_schema(entry, where) for entry in schema["anyOf"]] or [{}]
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key, False), Mapping):
+            schema[key] = _read_schema(schema[key], where)
+    if not isinstance(schema.get("items", {}), Mapping):
+        del schema["items"]  # schemas by position, which are not checked
+    return schema
+
+
+async def _call(server: _Server, client: Client, name: str, max_chars: int, /, **arguments: Any) -> str:
+    """Carry out a call. Raises ToolArgumentError for what the server says of its arguments, ToolFault for what else goes wrong."""
+    from mcp import MCPError
+    from mcp_types import INVALID_PARAMS
+
+    where = f"the call of {name} by the MCP server {server.name}"
+    try:
+        result = await client.call_tool(name, arguments)
+    except MCPError as error:
+        if server.has_ended.is_set():
+            raise ToolFault(await server.describe_end()) from error
+        text = cut_middle(error.message, max_chars)
+        if error.code == INVALID_PARAMS:
+            raise ToolArgumentError(text) from error
+        raise ToolFault(f"{where} was refused: {text!r:.500}") from McpToolError(text)
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+        raise ToolFault(await server.describe_end()) from error
+    except ValueError as error:  # pydantic's
+        raise ToolFault(f"{where} came to what is no result: {str(error)!r:.500}") from error
+    text = cut_middle(_show(result), max_chars)
+    if result.is_error:
+        raise ToolFault(f"{where} failed: {text!r:.500}") from McpToolError(text)
+    return text
+
+
+def _show(result: CallToolResult) -> str:
+    """Return the text of a result; other parts, such as pictures, are named."""
+    parts: list[str] = []
+    for block in result.content:
+        if block.type == "text":
+            parts.append(block.text)
+        elif block.type == "resource" and (text := getattr(block.resource, "text", None)) is not None:
+            parts.append(str(text))
+        else:
+            parts.append(f"({block.type} left out)")
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content, ensure_ascii=False)
+    return "\n".join(parts)
