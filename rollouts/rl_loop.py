@@ -20,7 +20,7 @@ from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.training.best import BestCheckpoint
 from rollouts.training.distillation.teachers import Teacher
 from rollouts.training.metrics import MetricsLogger
-from rollouts.training.rl_run import OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
+from rollouts.training.rl_run import BeforeSave, OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
 from rollouts.training.run_state import RunInputs
 from rollouts.training.steps import Abandonment, EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
@@ -109,6 +109,7 @@ async def run_rl_training(
     on_rollouts: OnRollouts | None = None,
     on_estimates: OnEstimates | None = None,
     record: RecordUpdates | None = None,
+    before_save: BeforeSave | None = None,
     clock: Callable[[], float] = time.monotonic,
     weight_channel: WeightChannel | None = None,
     best: BestCheckpoint | None = None,
@@ -119,7 +120,7 @@ async def run_rl_training(
         backend=backend, data_buffer=data_buffer, engines=inference_engines, metrics_logger=metrics_logger, reference=reference,
         critic=critic, teacher=teacher, pad_id=pad_id, evaluate=evaluate,
         checkpoint_dir=None if checkpoint_dir is None else Path(checkpoint_dir), keep_last_n=keep_last_n,
-        should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record, clock=clock,
-        weight_channel=weight_channel, best=best, inputs=inputs, abandonment=abandonment,
+        should_stop=should_stop, on_rollouts=on_rollouts, on_estimates=on_estimates, record=record,
+        before_save=before_save, clock=clock, weight_channel=weight_channel, best=best, inputs=inputs, abandonment=abandonment,
     )  # fmt: skip
     return await train_rl(parts, rollout_manager, config, resume)

@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import trio
-
 from integration.crash.watch import CrashWatch
 from integration.expressions.algorithm import learns_from_single_samples
 from integration.expressions.filters import resolve_filter
@@ -30,7 +28,7 @@ from integration.parts.sharded_models import check_experts, create_beside, creat
 from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
-from integration.run.step_files import Ledger, TrajectoryWriter
+from integration.run.step_files import Ledger, TrajectoryWriter, open_files
 from integration.settings.config import (
     SELF_MADE_TASKS,
     Config,
@@ -69,19 +67,17 @@ from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.best import BestCheckpoint, add_to
 from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
-from rollouts.training.metrics import MetricsLogger, StageLogger, log_samples
-from rollouts.training.rl_run import RecordUpdates, RLParts, restore_rl_run
-from rollouts.training.rollout_batch import RecordedColumns
+from rollouts.training.metrics import MetricsLogger, StageLogger
+from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.run_state import RunInputs, read_run_state
 from rollouts.training.steps import Abandonment
-from rollouts.types import Algorithm, RolloutBatch, TrainBatch
+from rollouts.types import Algorithm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 CHECKPOINTS = "checkpoints"
-NUM_TABLED = 8  # samples of each step in the tables of loggers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,10 +205,9 @@ async def run_rl(
             return finished_checkpoint(checkpoint_dir, num_steps)
         if resume is None and source_checkpoint is None and has_heldout and logger is not None:
             logger.log(await measure(), 0)
-        parts = with_files(parts, trajectories, ledger)
         async with stage.rollouts:
             with trajectories:
-                async with stage.crashes.guard(parts.backend, parts.critic):
+                async with open_files(parts, trajectories, ledger) as parts, stage.crashes.guard(parts.backend, parts.critic):
                     if isinstance(stage.rollouts, WorkflowExecutor):
                         by_engines = config.rl.segment_scores == "engines" and config.enable_segment_wise_ppo
                         score = score_with_engines(parts.engines) if by_engines else None
@@ -305,25 +300,6 @@ async def _open_rl(
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation, crashes=crashes.begin_from(start, budget))
-
-
-def with_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -> RLParts:
-    """Return the parts with hooks that write each step's rollouts to the files of the run."""
-
-    async def keep(step: int, batch: RolloutBatch) -> None:
-        trajectories.hold(step, batch)
-        log_samples(parts.metrics_logger, batch.samples[:NUM_TABLED], step)
-        await trio.to_thread.run_sync(ledger.add, step, batch)
-        await trio.to_thread.run_sync(trajectories.choose, step, batch)
-
-    async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:
-        await trio.to_thread.run_sync(trajectories.prepare, step, rollouts, batch)
-
-    async def keep_update(step: int, rollouts: RolloutBatch, seen: Mapping[int, RecordedColumns]) -> None:
-        await trio.to_thread.run_sync(trajectories.finish, step, seen, rollouts)
-
-    record = RecordUpdates(trajectories.list_chosen, keep_update)
-    return replace(parts, on_rollouts=keep, on_estimates=keep_estimates, record=record)
 
 
 def create_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: str = "sft+rl") -> Task:

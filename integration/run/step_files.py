@@ -11,12 +11,15 @@ Each number occurs once, however often a run is interrupted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import trio
 from torch import Tensor
 
 from integration.settings.sections import TrajectorySection
@@ -24,10 +27,15 @@ from rollouts.checks import parse_json, require_flag
 from rollouts.data.records import attach_estimates, derive_steps, describe_update, shorten_log_probs
 from rollouts.data.samples import describe_sample
 from rollouts.data.trajectories import add_update, encode_record, select_groups, select_samples, write_lines
-from rollouts.errors import ConfigError, DataError, OutputError
+from rollouts.errors import ConfigError, DataError, OutputError, raise_single_errors
 from rollouts.output_files import append_text, replace_file
 from rollouts.rewards.answers import load_function
+from rollouts.training.metrics import log_samples
+from rollouts.training.rl_run import RecordUpdates, RLParts
+from rollouts.training.rollout_batch import RecordedColumns
 from rollouts.types import RolloutBatch, Sample, TrainBatch
+
+NUM_TABLED = 8  # samples of each step in the tables of loggers
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class TrajectoryWriter:
     """Writer of directory/step_NNNN.jsonl, one file per step, which a resumed run replaces.
 
     Beside the update of a step the lines are prepared; after it they get what the update saw of each token, and are written. A context
-    manager: its exit writes the rollouts of a step that failed before, to help find the cause.
+    manager: its exit writes the rollouts of a step that failed before, to help find the cause. Not to be called by two threads at once.
     """
 
     def __init__(self, directory: Path, section: TrajectorySection, weigh: Callable[[TrainBatch], Tensor] | None = None) -> None:
@@ -63,7 +71,7 @@ class TrajectoryWriter:
 
     def hold(self, step: int, rollouts: RolloutBatch) -> None:
         """Begin a step. Rollouts of an earlier step that did not end are written with what is known of them."""
-        self._write_held()
+        self.write_held()
         self._held = (step, rollouts)
 
     def choose(self, step: int, rollouts: RolloutBatch) -> None:
@@ -113,6 +121,13 @@ class TrajectoryWriter:
         self.prepare(step, rollouts, batch)
         self.finish(step, {}, rollouts)
 
+    def write_held(self) -> None:
+        """Write the rollouts of a step that has no update, such as one that was left out, with what is known of them."""
+        if self._held is not None:
+            self.prepare(*self._held, None)
+        if self._prepared is not None:
+            self.finish(self._prepared.step, {}, RolloutBatch(samples=()))
+
     def _find_chosen(self, step: int, rollouts: RolloutBatch) -> tuple[Sample, ...]:
         """Return the samples of choose, or select them."""
         known = self._chosen is not None and self._chosen[0] == step
@@ -128,17 +143,99 @@ class TrajectoryWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._write_held()
+            self.write_held()
         except (DataError, OutputError) as problem:
             if error is None:
                 raise
             error.add_note(f"the rollouts of its step could not be written: {problem}")
 
-    def _write_held(self) -> None:
-        if self._held is not None:
-            self.prepare(*self._held, None)
-        if self._prepared is not None:
-            self.finish(self._prepared.step, {}, RolloutBatch(samples=()))
+
+class _LastWrite:
+    """Write of the record of the last step, in a thread beside what follows its update."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery, self._ended = nursery, trio.Event()
+        self._error: Exception | None = None
+        self._ended.set()
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Begin a write. The one before has ended."""
+        assert self._ended.is_set(), "two writes at once"
+        self._ended = trio.Event()
+        self._nursery.start_soon(self._run, write)
+
+    async def wait(self) -> None:
+        """Wait until the write has ended. Raises its error, every time: no checkpoint may count a step whose record is lost."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def set_error(self, error: Exception) -> None:
+        """Keep the error of a write for every further wait()."""
+        self._error = error
+
+    async def _run(self, write: Callable[[], None]) -> None:
+        try:
+            with trio.CancelScope(shield=True):  # begun, it is completed whatever ends the run
+                await trio.to_thread.run_sync(write)
+        except Exception as error:  # it is raised where the run waits, so that the step under way ends first
+            self.set_error(error)
+        finally:
+            self._ended.set()
+
+
+@asynccontextmanager
+async def open_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger) -> AsyncGenerator[RLParts]:
+    """Write each step's rollouts to the files of the run by hooks of the parts that are yielded.
+
+    The record of a step is written beside the sync, the evaluation and the next rollouts. A checkpoint of the step waits for it, so does
+    the training of the next step.
+
+    Raises: at the end of the block the error of the last record; it is a note on the error that ended the block, if one did.
+    """
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            last = _LastWrite(nursery)
+            try:
+                yield _add_hooks(parts, trajectories, ledger, last)
+            except BaseException as ended:
+                try:
+                    with trio.CancelScope(shield=True):
+                        await last.wait()
+                except Exception as error:
+                    if isinstance(ended, trio.Cancelled):  # trio drops it, and would drop its notes
+                        raise error from ended
+                    if error is not ended:
+                        ended.add_note(f"beside it, the record of a step could not be written: {error}")
+                raise
+            await last.wait()
+
+
+def _add_hooks(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger, last: _LastWrite) -> RLParts:
+    async def keep(step: int, batch: RolloutBatch) -> None:
+        await last.wait()
+        trajectories.hold(step, batch)
+        log_samples(parts.metrics_logger, batch.samples[:NUM_TABLED], step)
+        await trio.to_thread.run_sync(ledger.add, step, batch)
+        await trio.to_thread.run_sync(trajectories.choose, step, batch)
+
+    async def keep_estimates(step: int, rollouts: RolloutBatch, batch: TrainBatch) -> None:
+        await trio.to_thread.run_sync(trajectories.prepare, step, rollouts, batch)
+
+    def keep_update(step: int, rollouts: RolloutBatch, seen: Mapping[int, RecordedColumns]) -> None:
+        last.begin(partial(trajectories.finish, step, seen, rollouts))
+
+    async def settle() -> None:
+        await last.wait()
+        await trio.to_thread.run_sync(trajectories.write_held)
+
+    return replace(
+        parts,
+        on_rollouts=keep,
+        on_estimates=keep_estimates,
+        record=RecordUpdates(trajectories.list_chosen, keep_update),
+        before_save=settle,
+    )
 
 
 def load_condition(section: TrajectorySection) -> Callable[[Sample], bool] | None:

@@ -86,6 +86,9 @@ OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
 OnEstimates: TypeAlias = Callable[[int, RolloutBatch, TrainBatch], "Awaitable[None] | None"]
 """(step, its rollouts, their batch of tensors with advantages), before any update; sync or async."""
 
+BeforeSave: TypeAlias = Callable[[], "Awaitable[None] | None"]
+"""(), before a checkpoint that counts the last finished step; sync or async. Its error prevents the checkpoint."""
+
 
 @dataclass(frozen=True)
 class RecordUpdates:
@@ -141,6 +144,7 @@ class RLParts:
     on_rollouts: OnRollouts | None = None  # called with each step's rollouts before training, for example to write some of them to a file
     on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
     record: RecordUpdates | None = None  # called for the record of updates, for example to write it to a file
+    before_save: BeforeSave | None = None  # called before the state of a step is taken for a checkpoint, for example to wait for files
     clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
     weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
     best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run; needs evaluate
@@ -360,9 +364,7 @@ class RLRun:
     async def _train(self, step: int, rollouts: RolloutBatch) -> Metrics:
         config, parts, kl_control = self.config, self.parts, self._kl_control
         if parts.on_rollouts is not None:
-            written = parts.on_rollouts(step + 1, rollouts)
-            if inspect.isawaitable(written):
-                await written
+            await _finish(parts.on_rollouts(step + 1, rollouts))
         check_versions(rollouts.samples, self.served.version)  # a sync has ended, so no answer has a later version
         samples = shape_rewards(rollouts.samples, config.shape_reward)
         check_sampled_whole(samples, self.algorithm)
@@ -509,6 +511,8 @@ class RLRun:
             rollouts: state of the source of rollouts; None = its present one.
         """
         assert self._checkpoints is not None, "save() outside of writing(), or without a place for checkpoints"
+        if self.parts.before_save is not None:
+            await _finish(self.parts.before_save())
         kl_control, version = self._kl_control, self.version_after(finished)
         state = RunState(
             stage="rl",
@@ -599,6 +603,12 @@ class RLRun:
         logger, due = self.parts.metrics_logger, is_due(finished, self.config.log_every, self.config.num_steps)
         if logger is not None and (stopping or self.has_ended or due or self.is_evaluation_due(finished)):
             logger.log(metrics, finished)
+
+
+async def _finish(work: Awaitable[None] | None) -> None:
+    """Wait for what a hook returned, if it is async."""
+    if inspect.isawaitable(work):
+        await work
 
 
 def _name_prompts(rollouts: RolloutBatch) -> str:

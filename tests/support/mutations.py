@@ -1489,6 +1489,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("data/test_trajectory_records.py::test_every_column_of_a_step_is_recorded_and_equal_numbers_in_a_row_cost_little",),
     ),
     Mutation(
+        "training/rl_run.py",
+        "a checkpoint does not wait for the record of its step",
+        "if self.parts.before_save is not None:",
+        "if False:",
+        (
+            "integration/test_record_writes.py::test_the_run_goes_on_beside_a_slow_write_and_a_checkpoint_waits_for_it",
+            "integration/test_record_writes.py::test_no_checkpoint_counts_a_step_whose_record_is_lost",
+        ),
+    ),
+    Mutation(
         "training/rollout_batch.py",
         "updates wait until trajectories are written",
         "    nursery.start_soon(finish)\n",

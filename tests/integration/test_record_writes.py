@@ -1,0 +1,176 @@
+"""The record of a step is written beside what follows its update, and no checkpoint counts a step whose record is not whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from integration.run import step_files
+from integration.run.stages import RunControl, run_rl
+from integration.run.step_files import Ledger, TrajectoryWriter, open_files
+from integration.settings.config import Config
+from integration.settings.sections import EvaluationSection, ModelSection, RLSection, TrajectorySection
+from integration.tasks.task import create_sort_task
+from rollouts import create_pytorch_backend
+from rollouts.asynchronous.config import AsyncConfig
+from rollouts.config import CheckpointConfig
+from rollouts.data.prompts import DataBuffer
+from rollouts.data.trajectories import read_records
+from rollouts.errors import OutputError
+from rollouts.testing import create_tiny_model
+from rollouts.training.checkpoints import list_checkpoints
+from rollouts.training.rl_run import RLParts
+from rollouts.types import RolloutBatch, Sample
+
+STEPS, EVERY = 4, 2
+LOOPS = {"sync": AsyncConfig(), "async": AsyncConfig(enabled=True, max_staleness=1)}
+
+
+def count_even(sample: Sample) -> float:
+    return sum(token % 2 == 0 for token in sample.tokens[-4:]) / 4
+
+
+class Lines:
+    """A logger that lets others wait for the line of a step."""
+
+    def __init__(self) -> None:
+        self.logged = [threading.Event() for _ in range(STEPS + 1)]
+
+    def log(self, metrics: Any, step: int) -> None:
+        self.logged[step].set()
+
+    def finish(self) -> None:
+        pass
+
+
+async def run(loop: str, directory: Path, lines: Lines) -> None:
+    torch.set_num_threads(1)
+    config = Config(
+        rl=RLSection(num_steps=STEPS, prompts_per_step=4, samples_per_prompt=4, asynchronous=LOOPS[loop]),
+        model=ModelSection(hidden_size=32, intermediate_size=32, num_layers=1),
+        evaluation=EvaluationSection(num_prompts=4, sampled=False),
+        checkpoint=CheckpointConfig(rl_every=EVERY),
+    )
+    task = replace(create_sort_task(num_train=64, num_heldout=4), reward_fn=count_even)
+    await run_rl(config, directory / "rl", None, RunControl(logger=lines), task=task)
+
+
+def patch_writes(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
+    """Call `before` with the number of the step before each record is written."""
+    write = step_files.write_lines
+
+    def write_later(path: Path, lines: Sequence[str]) -> int:
+        before(int(path.stem.removeprefix("step_")))
+        return write(path, lines)
+
+    monkeypatch.setattr(step_files, "write_lines", write_later)
+
+
+def is_whole(path: Path) -> bool:
+    records = read_records(path)
+    return len(records) == 16 and all(record.update is not None and record.estimate is not None for record in records)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+async def test_the_run_goes_on_beside_a_slow_write_and_a_checkpoint_waits_for_it(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines, overtaken, early = Lines(), list[int](), list[int]()
+    checkpoints = tmp_path / "rl" / "checkpoints"
+
+    def delay(step: int) -> None:
+        if step % EVERY:
+            if lines.logged[step].wait(20.0):  # without a checkpoint nothing waits for the record
+                overtaken.append(step)
+            return
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            if any(path.name == f"step_{step:04d}" for path in list_checkpoints(checkpoints)):
+                early.append(step)
+                return
+            time.sleep(0.01)
+
+    patch_writes(monkeypatch, delay)
+    await run(loop, tmp_path, lines)
+    assert overtaken == [1, 3], "a step waited for the write of its record"
+    assert early == [], "a checkpoint counts a step whose record is not written"
+    records = sorted((tmp_path / "rl" / "trajectories").iterdir())
+    assert [path.name for path in records] == [f"step_{step:04d}.jsonl" for step in range(1, STEPS + 1)]
+    assert all(map(is_whole, records))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("lost", "newest"), [(2, []), (3, ["step_0002"]), (4, ["step_0002"])])
+async def test_no_checkpoint_counts_a_step_whose_record_is_lost(
+    loop: str, lost: int, newest: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(step: int) -> None:
+        if step == lost:
+            raise OutputError("the disk is full: no room for the record")
+
+    patch_writes(monkeypatch, fail)
+    with pytest.raises(OutputError, match="no room for the record"):
+        await run(loop, tmp_path, Lines())
+    assert [path.name for path in list_checkpoints(tmp_path / "rl" / "checkpoints")] == newest
+
+
+async def test_a_checkpoint_has_the_rollouts_of_a_step_whose_update_was_left_out(tmp_path: Path):
+    sample = Sample(tokens=(3, 4, 5), loss_mask=(0.0, 1.0, 1.0), rollout_log_probs=(0.0, -1.0, -1.0), reward=1.0)
+    parts = RLParts(backend=create_pytorch_backend(create_tiny_model(), lr=1e-3), data_buffer=DataBuffer(None, seed=0), engines=())
+    ledger = Ledger(tmp_path / "ledger.jsonl", finished_steps=0)
+    with TrajectoryWriter(tmp_path, TrajectorySection()) as trajectories:
+        async with open_files(parts, trajectories, ledger) as parts:
+            assert parts.on_rollouts is not None and parts.before_save is not None
+            await parts.on_rollouts(1, RolloutBatch(samples=(sample,)))
+            assert not list(tmp_path.glob("step_*"))
+            await parts.before_save()
+            assert [record.sample for record in read_records(tmp_path / "step_0001.jsonl")] == [sample]
+
+
+SLOW = """
+import sys, time
+from integration.run import step_files
+write = step_files.write_lines
+def write_slowly(path, lines):
+    time.sleep(0.4)
+    return write(path, lines)
+step_files.write_lines = write_slowly
+from integration.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 3])
+def test_after_a_kill_the_record_of_each_step_that_a_checkpoint_counts_is_whole(every: int, tmp_path: Path):
+    directory = tmp_path / "run"
+    argv = ["--mode", "rl", "--rl.num-steps", "7", "--checkpoint.rl-every", str(every), "--evaluation.num-prompts", "4", "--quiet"]
+    argv += ["--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", "--output-dir", str(directory)]
+    checkpoints, records = directory / "rl" / "checkpoints", directory / "rl" / "trajectories"
+    for kill_at in (every, 2 * every, None):
+        resume = ["--resume"] if directory.exists() else []
+        process = subprocess.Popen([sys.executable, "-c", SLOW, *argv, *resume], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        while process.poll() is None:
+            found = [int(path.name.removeprefix("step_")) for path in list_checkpoints(checkpoints)] if checkpoints.is_dir() else []
+            if kill_at is not None and max(found, default=0) >= kill_at:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.01)
+        assert process.wait() == (0 if kill_at is None else -signal.SIGKILL)
+        newest = int(list_checkpoints(checkpoints)[-1].name.removeprefix("step_"))
+        for step in range(1, newest + 1):
+            assert is_whole(records / f"step_{step:04d}.jsonl"), f"step {step} of {newest}, killed at {kill_at}"
+    ledger = [json.loads(line)["step"] for line in (directory / "rl" / "ledger.jsonl").read_text().splitlines()]
+    assert ledger == list(range(1, 8))
