@@ -34,7 +34,7 @@ from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from rollouts.gateway.http.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
-from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
+from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText, open_connection
 from rollouts.gateway.http.wire import CLIENT_HAS_LEFT
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.gateway.requests import Answered, GatewayRequest, insert_history, reply_message
@@ -180,30 +180,32 @@ class Gateway:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Answer the requests of a connection until it ends."""
-        connection = Connection(stream, self.config.max_body_bytes)
         try:
-            while not connection.is_over:
-                try:
-                    request = await connection.receive(self._check_access)
-                except Refusal as refusal:
-                    self._counts["num_refused"] += 1
-                    dialect = DIALECTS.get(split_path(connection.request.path)[1])
-                    write = write_openai_refusal if dialect is None else dialect.write_refusal
-                    return await connection.refuse(_refuse(refusal, write))
-                if request is None:
-                    return None
-                async with connection.cancel_when_client_leaves():
-                    answer = await self._handle(request)
-                    if isinstance(answer, HTTPEvents):
-                        await connection.send_events(answer)
-                    else:
-                        await connection.send(answer)
+            async with open_connection(stream, self.config.max_body_bytes) as connection:
+                await self._answer_all(connection)
         except Exception as error:
             error.add_note("it ended one connection of the gateway; the others go on")
             if not all(isinstance(inner, (*CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
                 _logger.exception("a connection of the gateway failed")
-        finally:
-            connection.close()
+
+    async def _answer_all(self, connection: Connection) -> None:
+        """Answer the requests of a connection. Raises what ends it."""
+        while not connection.is_over:
+            try:
+                request = await connection.receive(self._check_access)
+            except Refusal as refusal:
+                self._counts["num_refused"] += 1
+                dialect = DIALECTS.get(split_path(connection.request.path)[1])
+                write = write_openai_refusal if dialect is None else dialect.write_refusal
+                return await connection.refuse(_refuse(refusal, write))
+            if request is None:
+                return None
+            with connection.cancel_when_client_leaves():
+                answer = await self._handle(request)
+                if isinstance(answer, HTTPEvents):
+                    await connection.send_events(answer)
+                else:
+                    await connection.send(answer)
         return None
 
     async def _handle(self, http: HTTPRequest) -> HTTPResponse | HTTPEvents:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 import h11
 import trio
 
-from rollouts.gateway.http.wire import BodyTooLarge, Wire
+from rollouts.gateway.http.heads import Head
+from rollouts.gateway.http.wire import BodyTooLarge, Wire, open_wire
 from rollouts.gateway.refusals import Refusal
+from rollouts.types import change
 
 _IDLE_S = 75.0  # an idle connection is closed after this time
+_PLAIN_PATH = re.compile(r"(?:/[A-Za-z0-9._~-]+)+")  # path that is decoded already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +53,20 @@ class HTTPEvents:
     describe: Callable[[Refusal], str]  # event for a refusal after it
 
 
-class Connection:
-    """One connection of a gateway."""
+@asynccontextmanager
+async def open_connection(stream: trio.SocketStream, max_body_bytes: int) -> AsyncGenerator[Connection]:
+    """Receive requests from a stream for the block, and close it at its end."""
+    async with open_wire(stream, max_body_bytes=max_body_bytes, idle_s=_IDLE_S) as wire:
+        yield Connection(wire, max_body_bytes)
 
-    def __init__(self, stream: trio.SocketStream, max_body_bytes: int) -> None:
+
+class Connection:
+    """One connection of a gateway. Made by open_connection."""
+
+    def __init__(self, wire: Wire, max_body_bytes: int) -> None:
         self.request = HTTPRequest(method="", path="")  # the newest one whose head has arrived, without its body
-        self._max_body_bytes = max_body_bytes
-        self._wire = Wire(stream, max_body_bytes=max_body_bytes, idle_s=_IDLE_S)
-        self.cancel_when_client_leaves = self._wire.cancel_when_client_leaves
+        self._wire, self._max_body_bytes = wire, max_body_bytes
+        self.cancel_when_client_leaves = wire.cancel_when_client_leaves
 
     @property
     def is_over(self) -> bool:
@@ -72,7 +83,7 @@ class Connection:
         """
         self.request = HTTPRequest(method="", path="")
 
-        def take_head(head: h11.Request) -> None:
+        def take_head(head: Head) -> None:
             self.request = _create_request(head)
             check(self.request)
 
@@ -83,7 +94,7 @@ class Connection:
         except BodyTooLarge:
             message = f"the body is larger than {self._max_body_bytes} bytes (GatewayConfig.max_body_bytes)"
             raise Refusal(413, message, code="request_too_large") from None
-        return None if body is None else replace(self.request, body=body)
+        return None if body is None else change(self.request, body=body)
 
     async def refuse(self, response: HTTPResponse) -> None:
         """Send the answer to a request that was not read to its end, and wait a moment for its rest."""
@@ -96,14 +107,15 @@ class Connection:
         headers = [("content-length", str(len(response.body))), ("content-type", "application/json"), *response.headers]
         if self.is_over:
             headers.append(("connection", "close"))
-        body = (h11.Data(data=response.body),) if self.request.method != "HEAD" else ()
         try:
-            await self._wire.send(h11.Response(status_code=response.status, headers=headers), *body, h11.EndOfMessage())
+            data = self._wire.write_head(response.status, headers)
+            if self.request.method != "HEAD":
+                data += self._wire.write_data(response.body)
+            await self._wire.send_bytes(data + self._wire.write_end())
         except BaseException:
             if response.on_failure is not None:
                 response.on_failure()
             raise
-        self._wire.end_answer()
 
     async def send_events(self, events: HTTPEvents) -> None:
         """Send events as they come. Raises trio.BrokenResourceError if the client has left."""
@@ -111,12 +123,11 @@ class Connection:
 
         async def send(text: str) -> None:
             nonlocal has_begun
-            head: tuple[h11.Response, ...] = ()
+            head = b""
             if not has_begun:
                 has_begun = True
-                headers = [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
-                head = (h11.Response(status_code=200, headers=headers),)
-            await self._wire.send(*head, h11.Data(data=text.encode()))
+                head = self._wire.write_head(200, [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")])
+            await self._wire.send_bytes(head + self._wire.write_data(text.encode()))
 
         try:
             await events.produce(send)
@@ -124,19 +135,15 @@ class Connection:
             if not has_begun:
                 return await self.send(events.refuse(refusal))
             await send(events.describe(refusal))
-        await self._wire.send(h11.EndOfMessage())
-        self._wire.end_answer()
+        await self._wire.send_bytes(self._wire.write_end())
         return None
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._wire.close()
 
-
-def _create_request(head: h11.Request) -> HTTPRequest:
-    try:
-        path = unquote(urlsplit(head.target.decode("latin-1")).path, errors="strict")
-    except ValueError as error:
-        raise Refusal(400, f"the address of the request cannot be read: {error}", code="bad_request") from None
-    headers: dict[str, Any] = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-    return HTTPRequest(method=head.method.decode("latin-1"), path=path, headers=headers)
+def _create_request(head: Head) -> HTTPRequest:
+    path = head.target
+    if _PLAIN_PATH.fullmatch(path) is None:
+        try:
+            path = unquote(urlsplit(path).path, errors="strict")
+        except ValueError as error:
+            raise Refusal(400, f"the address of the request cannot be read: {error}", code="bad_request") from None
+    return HTTPRequest(method=head.method, path=path, headers=head.headers)

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any, Literal, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
-import h11
 import trio
 
 from rollouts.errors import RolloutsError, raise_single_errors
-from rollouts.gateway.http.wire import CLIENT_HAS_LEFT, Wire
+from rollouts.gateway.http.heads import Head
+from rollouts.gateway.http.wire import CLIENT_HAS_LEFT, Wire, open_wire
 
 _MAX_BODY_BYTES = 2**40  # weights are sent in bodies
 _LOOK_S = 0.002
@@ -217,24 +217,25 @@ class LoopbackServer:
                 self._nursery.start_soon(self._serve, stream)
 
     async def _serve(self, stream: trio.SocketStream) -> None:
-        connection = _Connection(stream, self._keep_alive_s)
-        self._open.add(connection)
         try:
-            with connection.scope:
-                while not connection.is_over and (request := await connection.receive()) is not None:
-                    self.received.append(request)
-                    await self._answer(connection, request)
+            async with open_wire(stream, max_body_bytes=_MAX_BODY_BYTES, idle_s=self._keep_alive_s) as wire:
+                connection = _Connection(wire)
+                self._open.add(connection)
+                try:
+                    with connection.scope:
+                        while not connection.is_over and (request := await connection.receive()) is not None:
+                            self.received.append(request)
+                            await self._answer(connection, request)
+                finally:
+                    self._open.discard(connection)
         except CLIENT_HAS_LEFT:
             pass  # the client's connection broke or did not carry HTTP: nobody to answer
         except ServerDied:
             self.die()
-        finally:
-            self._open.discard(connection)
-            connection.close()
 
     async def _answer(self, connection: _Connection, request: Request) -> None:
         fault = self._take_fault(request.path)
-        async with connection.cancel_when_client_leaves():
+        with connection.cancel_when_client_leaves():
             if fault is not None:
                 await trio.sleep(fault.delay_s)
                 if fault.kind == "hang":
@@ -296,10 +297,10 @@ class _ActiveFault:
 class _Connection:
     """One connection, whose answers can be spoilt."""
 
-    def __init__(self, stream: trio.SocketStream, keep_alive_s: float) -> None:
+    def __init__(self, wire: Wire) -> None:
         self.scope = trio.CancelScope()
-        self._wire = Wire(stream, max_body_bytes=_MAX_BODY_BYTES, idle_s=keep_alive_s)
-        self.cancel_when_client_leaves = self._wire.cancel_when_client_leaves
+        self._wire = wire
+        self.cancel_when_client_leaves = wire.cancel_when_client_leaves
 
     @property
     def is_over(self) -> bool:
@@ -308,7 +309,7 @@ class _Connection:
 
     async def receive(self) -> Request | None:
         """Return the next request; None if the client has left or sends nothing for too long."""
-        heads: list[h11.Request] = []
+        heads: list[Head] = []
         body = await self._wire.receive(heads.append)
         return None if body is None else _create_request(heads[0], body)
 
@@ -316,32 +317,30 @@ class _Connection:
         headers = [("content-length", str(len(response.body)))]
         if response.content_type is not None:
             headers.append(("content-type", response.content_type))
-        head = h11.Response(status_code=response.status, headers=[*headers, ("server", "uvicorn")])
+        head = self._wire.write_head(response.status, [*headers, ("server", "uvicorn")])
         if cut:
-            await self._wire.send_bytes(self._wire.encode(head) + response.body[: len(response.body) // 2])
+            await self._wire.send_bytes(head + response.body[: len(response.body) // 2])
             return self.drop()
-        await self._wire.send(head, h11.Data(data=response.body), h11.EndOfMessage())
-        self._wire.end_answer()
+        await self._wire.send_bytes(head + self._wire.write_data(response.body) + self._wire.write_end())
         self._wire.is_over = self._wire.is_over or response.hang_up
         return None
 
     async def send_events(self, stream: EventStream, *, cut: bool = False) -> None:
-        await self._wire.send(h11.Response(status_code=200, headers=[("content-type", "text/event-stream; charset=utf-8")]))
+        await self._wire.send_bytes(self._wire.write_head(200, [("content-type", "text/event-stream; charset=utf-8")]))
         lock = trio.Lock()  # several samples may stream at the same time
         num_sent = 0
 
         async def send(event: str) -> None:
             nonlocal num_sent
             async with lock:
-                await self._wire.send(h11.Data(data=f"data: {event}\n\n".encode()))
+                await self._wire.send_bytes(self._wire.write_data(f"data: {event}\n\n".encode()))
             num_sent += 1
             if cut and num_sent == 2:
                 self.drop()
                 await trio.lowlevel.checkpoint()
 
         await stream.produce(send)
-        await self._wire.send(h11.EndOfMessage())
-        self._wire.end_answer()
+        await self._wire.send_bytes(self._wire.write_end())
 
     async def send_garbage(self) -> None:
         await self._wire.send_bytes(b"this is not HTTP\r\n\r\n")
@@ -351,16 +350,12 @@ class _Connection:
         """Stop requests in flight and close."""
         self._wire.is_over = True
         self.scope.cancel()
-        self.close()
-
-    def close(self) -> None:
         self._wire.close()
 
 
-def _create_request(head: h11.Request, body: bytes) -> Request:
-    target = urlsplit(head.target.decode())
-    headers = {name.decode().lower(): value.decode("latin-1") for name, value in head.headers}
-    return Request(head.method.decode(), target.path, dict(parse_qsl(target.query)), headers, body)
+def _create_request(head: Head, body: bytes) -> Request:
+    target = urlsplit(head.target)
+    return Request(head.method, target.path, dict(parse_qsl(target.query)), head.headers, body)
 
 
 @asynccontextmanager
