@@ -196,7 +196,7 @@ async def time_recording(num_tokens: int, num_turns: int) -> float:
     for _ in range(num_turns):
         started = time.process_time()
         plan = plan_messages(session, conversation, "", messages, show=lambda message: message)
-        session.take_seed_keys(plan.tokens)
+        session.take_seed_keys(plan)
         planned = time.process_time() - started
         completion = await engine.generate(plan.tokens, SamplingParams())
         started = time.process_time()

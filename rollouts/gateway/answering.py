@@ -19,7 +19,7 @@ from rollouts.gateway.refusals import Refusal
 from rollouts.gateway.requests import Answered, GatewayRequest, Reply, reply_message
 from rollouts.gateway.sampling import check_temperature, choose_params, choose_seeds, refuse_engine_errors, sample_whole
 from rollouts.gateway.sessions import Answer, Plan, Session, plan_messages, plan_text
-from rollouts.types import Completion, SamplingParams
+from rollouts.types import Completion, SamplingParams, change
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,7 +98,7 @@ class Answerer:
         session.counts["num_requests"] += 1
         name = f"{session.request_prefix}-{next(self._numbers)}"
         request, plan = prepared.request, prepared.plan
-        seeds = choose_seeds(self._config, session, request.wishes, plan.tokens)
+        seeds = choose_seeds(self._config, session, request.wishes, plan)
         played: Sequence[RecordedAnswer] | None = None
         if session.tape is not None:
             played = session.tape.play(self._ask(prepared), plan)
@@ -141,7 +141,7 @@ class Answerer:
         async def sample(k: int, scope: trio.CancelScope) -> None:
             try:
                 async with self._limiter:
-                    found[k] = await sample_whole(session, prepared.plan.tokens, prepared.params.new(seed=seeds[k]), f"{name}-{k}")
+                    found[k] = await sample_whole(session, prepared.plan.tokens, change(prepared.params, seed=seeds[k]), f"{name}-{k}")
             except (EngineError, Refusal) as error:  # several may fail at the same moment, and the request has one refusal
                 errors.append(error)
                 scope.cancel()

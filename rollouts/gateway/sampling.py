@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,9 +13,9 @@ from rollouts.errors import EngineContextError, EngineError, EngineProtocolError
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.refusals import Refusal
 from rollouts.gateway.requests import Wishes
-from rollouts.gateway.sessions import Session
+from rollouts.gateway.sessions import Plan, Session
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, SamplingParams
+from rollouts.types import Completion, SamplingParams, change
 
 _logger = logging.getLogger(__name__)
 
@@ -73,14 +73,13 @@ def choose_params(config: GatewayConfig, base: SamplingParams, wishes: Wishes, e
         if changes.get("temperature", base.temperature) == 0:
             changes |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}  # a greedy choice is cut by nothing
     ends = () if end_of_turn is None or end_of_turn == eos or end_of_turn in base.stop_token_ids else (end_of_turn,)
-    return base.new(
-        max_tokens=most, stop=tuple(dict.fromkeys((*base.stop, *wishes.stop))), stop_token_ids=(*base.stop_token_ids, *ends), **changes
-    )
+    stop = tuple(dict.fromkeys((*base.stop, *wishes.stop)))
+    return change(base, max_tokens=most, stop=stop, stop_token_ids=(*base.stop_token_ids, *ends), **changes)
 
 
-def choose_seeds(config: GatewayConfig, session: Session, wishes: Wishes, prompt: Sequence[int]) -> tuple[int, ...]:
+def choose_seeds(config: GatewayConfig, session: Session, wishes: Wishes, plan: Plan) -> tuple[int, ...]:
     """Return a seed for each answer: the request's, or one of session, prompt and the number of requests with this prompt before."""
-    keys = session.take_seed_keys(prompt)
+    keys = session.take_seed_keys(plan)
     asked = None if config.sampling == "fixed" else wishes.seed
     if asked is not None:
         return (asked, *(derive_seed(asked, k) for k in range(1, wishes.n)))
@@ -119,7 +118,7 @@ async def sample_whole(session: Session, prompt: tuple[int, ...], params: Sampli
         whole = prompt if done is None else (*prompt, *done.output_tokens)
         left = params if done is None else params.new(max_tokens=params.max_tokens - done.output_len, seed=_continue_seed(params, done))
         found = await engine.generate(whole, left, request_id=request_id)
-        if found.input_tokens != whole:
+        if found.input_tokens is not whole and found.input_tokens != whole:
             raise EngineProtocolError(
                 f"request {request_id} was answered for {found.input_len} tokens that are not the {len(whole)} it was sent: the engine "
                 "must take tokens as they are"

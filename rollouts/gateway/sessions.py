@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import EngineError
 from rollouts.gateway.known_texts import KnownTexts
 from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
-from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
+from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams, change
 
 if TYPE_CHECKING:
     from rollouts.gateway.cassettes.tapes import Tape
@@ -42,6 +42,7 @@ class Answer:
     messages: tuple[Message, ...]  # whole history as the template gets it, this answer last, with its text as sampled
     text: str  # text as sampled, without its ending
     prompt_text: str  # text of a plain prompt; "" for messages
+    prompt_hash: blake2b  # state behind the tokens of its prompt
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
     versions: tuple[int, ...]
@@ -96,6 +97,7 @@ class Plan:
     asked: tuple[Message, ...] = ()  # see Answer
     messages: tuple[Message, ...]  # whole history as the template gets it
     tokens: tuple[int, ...]  # the whole prompt
+    prompt_hash: blake2b = field(default_factory=blake2b)  # state behind these tokens
     path: tuple[MessageKey, ...] = ()  # the request's messages as keys
     root: str = ""  # conversations with other tools are not compared
     prompt_text: str = ""  # text of a plain prompt
@@ -141,7 +143,7 @@ class Session:
     fault: Exception | None = None  # first error at a request (500) that is neither the client's nor the engine's
     _roots: dict[str, _Place] = field(default_factory=dict[str, _Place])
     _scopes: dict[trio.CancelScope, int] = field(default_factory=dict[trio.CancelScope, int])  # answers that each request waits for
-    _rendered: dict[int, str] = field(default_factory=dict[int, str])  # texts before answers that nothing extends yet, by number
+    _plans: dict[int, Plan] = field(default_factory=dict[int, Plan])  # prompts of answers that nothing extends yet, by number
     _asked: Counter[bytes] = field(default_factory=Counter[bytes])  # requests for each prompt
     _texts: KnownTexts[Answer] = field(default_factory=KnownTexts[Any])  # plain prompts that are texts, with their answers
     _contexts: KnownTexts[Answer] = field(default_factory=KnownTexts[Any])  # tokens of all plain prompts, with those of their answers
@@ -191,12 +193,12 @@ class Session:
         """Note an error of the gateway at a request; the first one counts."""
         self.fault = error if self.fault is None else self.fault
 
-    def take_seed_keys(self, prompt: Sequence[int]) -> tuple[int, ...]:
+    def take_seed_keys(self, plan: Plan) -> tuple[int, ...]:
         """Return the keys of a request's seed: session, prompt, and how many requests had this prompt before.
 
         They depend on the order of equal requests alone, so sub-agents that run at the same time get the same seeds in every run.
         """
-        digest = blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+        digest = plan.prompt_hash.digest()
         number = self._asked[digest]
         self._asked[digest] += 1
         return (self.seed, int.from_bytes(digest, "big"), number)
@@ -231,6 +233,7 @@ class Session:
             messages=(*plan.messages, *message),
             text=text,
             prompt_text=plan.prompt_text,
+            prompt_hash=plan.prompt_hash,
             tokens=completion.output_tokens,
             log_probs=completion.output_log_probs,
             versions=completion.output_versions,
@@ -242,8 +245,7 @@ class Session:
             log_prob_kind=completion.log_prob_kind,
         )
         self._num_answers = max(self._num_answers, answer.number + 1)
-        if plan.rendered:
-            self._rendered[answer.number] = plan.rendered
+        self._plans[answer.number] = plan
         self.answers[answer.number] = answer
         if not plan.messages:
             self._contexts.add(plan.tokens + completion.output_tokens, answer)
@@ -251,10 +253,13 @@ class Session:
                 self._texts.add(plan.prompt_text + text, answer)
         return answer
 
-    def take_rendered(self, conversation: ConversationFormat, answer: Answer) -> str:
-        """Return the text that the model answered: as it was kept for the first request behind it, rendered again for further ones."""
-        kept = self._rendered.pop(answer.number, None)
-        return conversation.open(answer.messages[:-1]) if kept is None else kept
+    def take_context(self, answer: Answer) -> tuple[tuple[int, ...], str | None]:
+        """Return all tokens of an answer's context, and the text that the model answered.
+
+        Both are kept for the first request behind the answer. For a further one the tokens are collected, and the text is None.
+        """
+        plan = self._plans.pop(answer.number, None)
+        return (answer.collect_context(), None) if plan is None else (plan.tokens + answer.tokens, plan.rendered)
 
     def note_reply(self, plan: Plan, answer: Answer, reply: Reply) -> None:
         """Remember a reply as the client gets it, so that its history and its calls are recognised."""
@@ -272,7 +277,7 @@ class Session:
         for name in [name for name, stored in self.stored.items() if stored.answer.number in lost]:
             del self.stored[name]
         for number in lost:
-            self._rendered.pop(number, None)
+            self._plans.pop(number, None)
             if self.answers.pop(number, None) is not None:
                 self.counts["num_undelivered"] += 1
         if self.tape is not None:
@@ -307,6 +312,7 @@ def plan_messages(
             asked=tuple(messages),
             messages=shown,
             tokens=tokens,
+            prompt_hash=_hash_tokens(None, tokens),
             path=path,
             root=root,
             rendered=rendered,
@@ -324,12 +330,15 @@ def plan_messages(
         root=root,
         num_known=depth,
     )
-    found = conversation.extend(session.take_rendered(conversation, parent), parent.messages, added)
+    context, rendered = session.take_context(parent)
+    rendered = conversation.open(parent.messages[:-1]) if rendered is None else rendered
+    found = conversation.extend(rendered, parent.messages, added)
     if isinstance(found, Rewriting):
         tokens = conversation.tokenize_opening(found.rendered)
-        return replace(plan, begins_context=True, given=tokens, tokens=tokens, rendered=found.rendered)
+        prompt_hash = _hash_tokens(None, tokens)
+        return change(plan, begins_context=True, given=tokens, tokens=tokens, prompt_hash=prompt_hash, rendered=found.rendered)
     given = conversation.tokenize(conversation.find_missing_ending(parent.tokens) + found.text)
-    return replace(plan, given=given, tokens=(*parent.collect_context(), *given), rendered=found.rendered)
+    return change(plan, given=given, tokens=context + given, prompt_hash=_hash_tokens(parent, given), rendered=found.rendered)
 
 
 def plan_text(session: Session, conversation: ConversationFormat, prompt: str | tuple[int, ...]) -> Plan:
@@ -338,11 +347,30 @@ def plan_text(session: Session, conversation: ConversationFormat, prompt: str | 
     Raises: DataError for a text without tokens.
     """
     parent, text = session.find_text(prompt), prompt if isinstance(prompt, str) else ""
+    context = () if parent is None else session.take_context(parent)[0]
     if parent is None:
-        tokens = conversation.tokenize_opening(prompt) if isinstance(prompt, str) else prompt
-        return Plan(parent=None, begins_context=True, given=tokens, added=(), messages=(), tokens=tokens, prompt_text=text)
-    context = parent.collect_context()
-    known = len(parent.prompt_text) + len(parent.text) if isinstance(prompt, str) else len(context)
-    given = conversation.tokenize(prompt[known:]) if isinstance(prompt, str) else prompt[known:]
-    tokens = (*context, *given)
-    return Plan(parent=parent, begins_context=False, given=given, added=(), messages=(), tokens=tokens, prompt_text=text, num_known=known)
+        given = conversation.tokenize_opening(prompt) if isinstance(prompt, str) else prompt
+        known = 0
+    else:
+        known = len(parent.prompt_text) + len(parent.text) if isinstance(prompt, str) else len(context)
+        given = conversation.tokenize(prompt[known:]) if isinstance(prompt, str) else prompt[known:]
+    return Plan(
+        parent=parent,
+        begins_context=parent is None,
+        given=given,
+        added=(),
+        messages=(),
+        tokens=context + given,
+        prompt_hash=_hash_tokens(parent, given),
+        prompt_text=text,
+        num_known=known,
+    )
+
+
+def _hash_tokens(parent: Answer | None, given: tuple[int, ...]) -> blake2b:
+    """Return the hash of a prompt: of given tokens, behind the context of an answer. The time is that of what is new."""
+    if parent is None:
+        return blake2b(array("q", given).tobytes(), digest_size=8)
+    found = parent.prompt_hash.copy()
+    found.update(array("q", parent.tokens + given).tobytes())
+    return found

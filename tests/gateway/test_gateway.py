@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from functools import partial
+from hashlib import blake2b
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from rollouts.environments.tools.calls import ToolCall
 from rollouts.errors import ConfigError, DataError, EngineContextError, EngineError
 from rollouts.gateway import GatewayConfig, open_gateway
 from rollouts.gateway.server import DIALECTS
+from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, create_tiny_model, random_answer, script_answer
 from rollouts.types import SamplingParams, Status
 
@@ -241,6 +243,34 @@ async def test_equal_requests_have_other_seeds_and_a_run_has_the_same_ones():
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 7
     assert seeds[0][-1] == 7
+
+
+async def test_the_seed_of_each_request_is_of_session_whole_prompt_and_number_of_equal_ones():
+    asked: list[tuple[tuple[int, ...], int | None]] = []
+
+    class SeedEngine(FakeEngine):
+        async def generate(self, prompt_tokens, params, *, request_id=None):
+            asked.append((tuple(prompt_tokens), params.seed))
+            return await super().generate(prompt_tokens, params, request_id=request_id)
+
+    async with open_gateway(SeedEngine(), create_tokenizer(CHATML), seed=5) as gateway, httpx.AsyncClient() as client:
+        session = gateway.open_session("a", seed=7)
+        messages = [user("one")]
+        for text in ("two", "three"):
+            messages += [*await chat(client, gateway.url("a"), messages), user(text)]
+        for _ in range(3):  # goes on behind an answer, and twice again
+            await chat(client, gateway.url("a"), messages)
+        prompt = list(asked[0][0])
+        for _ in range(2):  # plain, the second behind the answer to the first
+            answer = await client.post(f"{gateway.url('a')}/completions", json={"prompt": prompt, "return_token_ids": True})
+            prompt += [*answer.json()["choices"][0]["token_ids"], 5]
+    assert len(session.answers) == len(asked) == 7
+    seen: Counter[tuple[int, ...]] = Counter()
+    for prompt_tokens, seed in asked:
+        digest = blake2b(b"".join(token.to_bytes(8, "little") for token in prompt_tokens), digest_size=8).digest()
+        assert seed == derive_seed(5, 7, int.from_bytes(digest, "big"), seen[prompt_tokens], 0)
+        seen[prompt_tokens] += 1
+    assert sorted(seen.values()) == [1, 1, 2, 3]
 
 
 async def test_fixed_sampling_is_the_gateways_whatever_is_asked_for():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from rollouts.gateway.dialects.dialect import (
 from rollouts.gateway.dialects.fields import MAX_TOKENS, Fields, refuse
 from rollouts.gateway.refusals import Body, Refusal
 from rollouts.gateway.requests import Answered, Finish, GatewayRequest, Reply, Wishes
-from rollouts.types import Message
+from rollouts.types import Message, change
 
 MAX_ANSWERS = 128
 
@@ -68,10 +67,10 @@ def read_chat(body: Body) -> GatewayRequest:
     most = fields.read_int("max_completion_tokens", least=1, most=MAX_TOKENS)
     request = read_sampling(fields, request)
     if most is not None:
-        request = replace(request, wishes=replace(request.wishes, max_tokens=most))
+        request = change(request, wishes=change(request.wishes, max_tokens=most))
     given = None if fields.get("tools") is None else fields.read_objects("tools", "a list of tools", "a tool")
     tools = choose_tools(fields.get("tool_choice"), fields, tuple(map(_read_tool, given or ())))
-    return replace(request, messages=messages, tools=tools, log_probs=fields.read_flag("logprobs"))
+    return change(request, messages=messages, tools=tools, log_probs=fields.read_flag("logprobs"))
 
 
 def read_sampling(fields: Fields, request: GatewayRequest) -> GatewayRequest:
@@ -88,7 +87,7 @@ def read_sampling(fields: Fields, request: GatewayRequest) -> GatewayRequest:
         seed=fields.read_int("seed"),
         n=fields.read_int("n", 1, least=1, most=MAX_ANSWERS) or 1,
     )
-    return replace(request, wishes=wishes, include_usage=options.read_flag("include_usage"), token_ids=fields.read_flag("return_token_ids"))
+    return change(request, wishes=wishes, include_usage=options.read_flag("include_usage"), token_ids=fields.read_flag("return_token_ids"))
 
 
 def _read_message(value: Any, place: str) -> Message:
