@@ -16,7 +16,7 @@ from integration.parts.rewards import open_task
 from integration.parts.sharded_models import create_beside, create_policy, create_sampling_model, drop_reference
 from integration.run.directory import REFERENCE_FILE
 from integration.run.evaluation import Evaluation, create_best
-from integration.run.stages import CHECKPOINTS, RunControl, check_num_rows, create_task, finished_checkpoint, read_step, restore_best
+from integration.run.stages import CHECKPOINTS, RunControl, check_num_rows, create_task, read_stage, restore_stage
 from integration.settings.config import Config, preference_training_config
 from integration.tasks.reference_scores import append_scores, hash_pair, mark_reference, open_scores
 from integration.tasks.task import Task
@@ -27,8 +27,7 @@ from rollouts.config import PreferenceTrainingConfig
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.preference_loop import STAGE, PreferenceParts, measure_preferences, score_reference, train_preferences
 from rollouts.training.checkpoints import latest_checkpoint
-from rollouts.training.metrics import StageLogger
-from rollouts.training.run_state import RunState, read_run_state
+from rollouts.training.run_state import RunState
 from rollouts.training.steps import EvaluateFn
 
 _SCORED_BETWEEN_WRITES = 1024  # pairs
@@ -51,7 +50,7 @@ async def run_dpo(
     task = create_task(config, tokenizer, STAGE) if task is None else task
     checkpoint_dir, section = output_dir / CHECKPOINTS, config.preference
     source, best = latest_checkpoint(checkpoint_dir), create_best(config, task, STAGE)
-    start_step = 0 if source is None else read_step(source, STAGE)
+    state = None if source is None else read_stage(source, STAGE)
     model = create_sampling_model(config, source_checkpoint, control.group, whole=bool(task.heldout_prompts))
     optimizer, num_steps, rows_per_unit = section.optimizer, section.num_steps, 1 if section.loss == "kto" else 2
     backend = create_policy(config, control.group, model, tokenizer, source_checkpoint, optimizer, num_steps, rows_per_unit)
@@ -72,11 +71,10 @@ async def run_dpo(
             task = await _score_once(config, path, known, task, create, pipeline, control, pad_id=pad_id)
             drop_reference(control.group)
         async with open_companions(beside, pipeline) as companions:
-            if source is not None:
-                check_num_rows(source, len(task.preferences))
-                restore_best(best, source)
-                await pipeline.load_checkpoint(source).result()
-                control.say(f"training on preferences goes on after step {start_step} of {num_steps}")
+            if source is not None and state is not None:
+                check_num_rows(source, state, len(task.preferences))
+                await restore_stage(source, state, pipeline, best)
+                control.say(f"training on preferences goes on after step {state.step} of {num_steps}")
             evaluate: EvaluateFn | None = None
             if task.heldout_prompts:
                 engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
@@ -85,23 +83,14 @@ async def run_dpo(
             parts = PreferenceParts(
                 backend=pipeline,
                 reference=companions.reference,
-                metrics_logger=None if control.logger is None else StageLogger(control.logger, STAGE),
+                metrics_logger=control.create_logger(STAGE),
                 pad_id=pad_id,
                 evaluate=evaluate,
-                checkpoint_dir=checkpoint_dir,
-                keep_last_n=config.checkpoint.keep_last_n,
-                should_stop=control.should_stop,
-                clock=control.clock,
-                best=best,
-                inputs=control.inputs,
-                abandonment=control.abandonment,
+                **control.loop_options(checkpoint_dir, config.checkpoint.keep_last_n, best),
             )
             async with crashes.guard(pipeline):
-                await _train(config, parts, task, training, None if source is None else read_run_state(source))
-    if control.abandonment.is_requested:
-        return None
-    last = finished_checkpoint(checkpoint_dir, num_steps, best)
-    return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
+                await _train(config, parts, task, training, state)
+    return control.find_result(checkpoint_dir, num_steps, best)
 
 
 async def _train(config: Config, parts: PreferenceParts, task: Task, training: PreferenceTrainingConfig, state: RunState | None) -> None:

@@ -26,7 +26,7 @@ from integration.run.directory import METRICS_FILE, StopRequest, measure_seconds
 from integration.run.display import Progress
 from integration.run.exit_status import EXIT_STOPPED
 from integration.run.signal_watch import Patience, watch_beside
-from integration.run.stages import CHECKPOINTS, RunControl, create_task, finished_checkpoint, read_step, restore_best
+from integration.run.stages import CHECKPOINTS, RunControl, create_task, read_stage, restore_stage
 from integration.run.summary import describe_best, draw_curves, find_best
 from integration.settings.command_line import MODEL_DIRECTORY
 from integration.settings.config import Config, create_output_dir, find_kernels
@@ -51,8 +51,7 @@ from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.best import BestCheckpoint
 from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory, watch_saves
-from rollouts.training.metrics import CompositeLogger, JSONLLogger, StageLogger, read_metrics
-from rollouts.training.run_state import read_run_state
+from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -149,15 +148,14 @@ async def run_reward_model(
     backend = create_reward_backend(config, model, tokenizer)
     control.watch_backend(backend, "policy")
     crashes = control.watch_crashes(output_dir, STAGE, config, {"policy": backend})
-    logger = None if control.logger is None else StageLogger(control.logger, STAGE)
-    checkpoint_dir, pad_id, start_step, unfinished = output_dir / CHECKPOINTS, ensure_pad_token(tokenizer), 0, None
+    logger, checkpoint_dir, pad_id = control.create_logger(STAGE), output_dir / CHECKPOINTS, ensure_pad_token(tokenizer)
     best = None if config.training.best is None else BestCheckpoint(config.training.best, patience=config.training.patience)
     source = latest_checkpoint(checkpoint_dir)
+    state = None if source is None else read_stage(source, STAGE)
+    start_step, unfinished = (0, None) if state is None else (state.step, state.metrics)
     async with open_pipeline(backend) as pipeline:
-        if source is not None:
-            start_step, unfinished = read_step(source, STAGE), read_run_state(source).metrics
-            restore_best(best, source)
-            await pipeline.load_checkpoint(source).result()
+        if source is not None and state is not None:
+            await restore_stage(source, state, pipeline, best)
             control.say(f"training goes on after step {start_step} of {config.training.num_steps}")
         elif logger is not None:
             limit = config.loop.max_tokens_per_microbatch
@@ -172,20 +170,14 @@ async def run_reward_model(
                     heldout=heldout,
                     pad_id=pad_id,
                     start_step=start_step,
-                    checkpoint_dir=checkpoint_dir,
-                    keep_last_n=config.training.keep_last_n,
-                    should_stop=control.should_stop,
-                    clock=control.clock,
-                    best=best,
-                    inputs=control.inputs,
-                    abandonment=control.abandonment,
                     unfinished=unfinished,
+                    **control.loop_options(checkpoint_dir, config.training.keep_last_n, best),
                 )
-        if control.abandonment.is_requested or finished_checkpoint(checkpoint_dir, config.training.num_steps, best) is None:
+        result = control.find_result(checkpoint_dir, config.training.num_steps, best)
+        if result is None:
             return None
-        found = None if best is None else best.find_checkpoint(checkpoint_dir)
-        if found is not None:
-            await pipeline.load_checkpoint(found).result()
+        if best is not None:
+            await pipeline.load_checkpoint(result).result()
         await _export(pipeline, output_dir)
     return output_dir / MODEL_DIRECTORY
 

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from integration.crash.watch import CrashWatch
 from integration.expressions.algorithm import learns_from_single_samples
@@ -52,7 +52,7 @@ from rollouts.async_rl_loop import train_async_rl
 from rollouts.asynchronous.executor import WorkflowExecutor, create_workflow_executor
 from rollouts.asynchronous.recompute import score_with_engines
 from rollouts.backends.futures import open_pipeline
-from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features
+from rollouts.backends.protocol import BackendFeature, CheckpointingBackend, TrainingBackend, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import RLTrainingConfig, RolloutConfig
@@ -69,7 +69,7 @@ from rollouts.training.best import BestCheckpoint, add_to
 from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
 from rollouts.training.metrics import MetricsLogger, StageLogger
 from rollouts.training.rl_run import RLParts, restore_rl_run
-from rollouts.training.run_state import RunInputs, read_run_state
+from rollouts.training.run_state import RunInputs, RunState, read_run_state
 from rollouts.training.steps import Abandonment
 from rollouts.types import Algorithm
 
@@ -78,6 +78,18 @@ if TYPE_CHECKING:
 
 
 CHECKPOINTS = "checkpoints"
+
+
+class LoopOptions(TypedDict):
+    """Arguments that every loop takes by these names."""
+
+    checkpoint_dir: Path
+    keep_last_n: int
+    should_stop: Callable[[], bool]
+    clock: Callable[[], float]
+    best: BestCheckpoint | None
+    inputs: RunInputs | None
+    abandonment: Abandonment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +110,27 @@ class RunControl:
         """Create the watch that writes crash bundles of a stage; arguments as those of CrashWatch."""
         return CrashWatch(output_dir, stage, config, backends, num_processes=1 if self.group is None else self.group.num_ranks)
 
+    def create_logger(self, stage: str) -> StageLogger | None:
+        """Create the logger of a stage; None = there is none."""
+        return None if self.logger is None else StageLogger(self.logger, stage)
+
+    def loop_options(self, checkpoint_dir: Path, keep_last_n: int, best: BestCheckpoint | None) -> LoopOptions:
+        """Return the arguments of a stage's loop that come from its program and say which checkpoints it keeps."""
+        return {
+            "checkpoint_dir": checkpoint_dir,
+            "keep_last_n": keep_last_n,
+            "should_stop": self.should_stop,
+            "clock": self.clock,
+            "best": best,
+            "inputs": self.inputs,
+            "abandonment": self.abandonment,
+        }
+
+    def find_result(self, checkpoint_dir: Path, num_steps: int, best: BestCheckpoint | None) -> Path | None:
+        """Return the checkpoint that is the result of a stage: the best one, else the last; None if the stage has not reached its end."""
+        last = None if self.abandonment.is_requested else finished_checkpoint(checkpoint_dir, num_steps, best)
+        return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
+
 
 async def run_sft(config: Config, output_dir: Path, control: RunControl | None = None, *, task: Task | None = None) -> Path | None:
     """Run supervised fine-tuning.
@@ -108,21 +141,20 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
     tokenizer = create_tokenizer(config)
     model = create_sampling_model(config, None, control.group, whole=True)
     task = create_task(config, tokenizer, "sft") if task is None else task
-    logger = None if control.logger is None else StageLogger(control.logger, "sft")
+    logger = control.create_logger("sft")
     backend = create_policy(config, control.group, model, tokenizer, None, config.sft.optimizer, config.sft.num_steps)
     check_experts(backend, config.sft, "sft")
     control.watch_backend(backend, "policy")
     crashes = control.watch_crashes(output_dir, "sft", config, {"policy": backend})
     checkpoint_dir = output_dir / CHECKPOINTS
     source = latest_checkpoint(checkpoint_dir)
-    start_step, unfinished = 0, None
+    state = None if source is None else read_stage(source, "sft")
+    start_step, unfinished = (0, None) if state is None else (state.step, state.metrics)
     async with open_task(task) as task, open_pipeline(backend) as pipeline:
         engine = create_embedded_engine(config, model, tokenizer, is_trained=control.group is None)
         evaluation, best = Evaluation(engine, tokenizer, task, config, output_dir / "examples.jsonl"), create_best(config, task, "sft")
-        if source is not None:
-            start_step, unfinished = read_step(source, "sft"), read_run_state(source).metrics
-            restore_best(best, source)
-            await pipeline.load_checkpoint(source).result()
+        if source is not None and state is not None:
+            await restore_stage(source, state, pipeline, best)
             control.say(f"SFT goes on after step {start_step} of {config.sft.num_steps}")
         elif before := await evaluation.measure_sft(pipeline):
             if logger is not None:
@@ -131,8 +163,8 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                 control.say(f"{name_measure(before)} before SFT: {before['eval_accuracy']:.3f}")
         if (start_step < config.sft.num_steps or unfinished is not None) and not (best is not None and best.has_ended):
             samples = task.sft_samples if task.demonstrate is None else (*task.sft_samples, *await task.demonstrate(control.say))
-            if source is not None:
-                check_num_rows(source, len(samples))
+            if source is not None and state is not None:
+                check_num_rows(source, state, len(samples))
             async with crashes.guard(pipeline):
                 await run_sft_training(
                     pipeline,
@@ -142,19 +174,10 @@ async def run_sft(config: Config, output_dir: Path, control: RunControl | None =
                     pad_id=ensure_pad_token(tokenizer),
                     start_step=start_step,
                     evaluate=partial(evaluation.measure_sft, pipeline) if task.heldout_prompts or task.heldout_samples else None,
-                    checkpoint_dir=checkpoint_dir,
-                    keep_last_n=config.checkpoint.keep_last_n,
-                    should_stop=control.should_stop,
-                    clock=control.clock,
-                    best=best,
-                    inputs=control.inputs,
-                    abandonment=control.abandonment,
                     unfinished=unfinished,
+                    **control.loop_options(checkpoint_dir, config.checkpoint.keep_last_n, best),
                 )
-    if control.abandonment.is_requested:
-        return None
-    last = finished_checkpoint(checkpoint_dir, config.sft.num_steps, best)
-    return last if last is None or best is None else best.find_checkpoint(checkpoint_dir) or last
+    return control.find_result(checkpoint_dir, config.sft.num_steps, best)
 
 
 async def run_rl(
@@ -283,20 +306,14 @@ async def _open_rl(
             backend=pipeline,
             data_buffer=buffer,
             engines=engines,
-            metrics_logger=None if control.logger is None else StageLogger(control.logger, "rl"),
+            metrics_logger=control.create_logger("rl"),
             reference=beside.reference,
             critic=beside.critic,
             teacher=teacher,
             pad_id=ensure_pad_token(tokenizer),
             evaluate=evaluation.measure if task.heldout_prompts else None,
-            checkpoint_dir=output_dir / CHECKPOINTS,
-            keep_last_n=config.checkpoint.keep_last_n,
-            should_stop=control.should_stop,
-            clock=control.clock,
             weight_channel=channel,
-            best=create_best(config, task, "rl"),
-            inputs=control.inputs,
-            abandonment=control.abandonment,
+            **control.loop_options(output_dir / CHECKPOINTS, config.checkpoint.keep_last_n, create_best(config, task, "rl")),
         )
         rollouts = create_rollout_source(config, buffer, rollout, engines, task.recorded)
         yield _RLStage(parts=parts, rollouts=rollouts, training=training, evaluation=evaluation, crashes=crashes.begin_from(start, budget))
@@ -419,10 +436,19 @@ def create_rollout_source(
     return create_workflow_executor(buffer, rollout, config.asynchronous, engines=engines, batches_per_version=config.rl.sync_every)
 
 
-def restore_best(best: BestCheckpoint | None, checkpoint: Path) -> None:
-    """Restore what the run knew of its evaluations when it wrote the checkpoint."""
+def read_stage(checkpoint: Path, stage: str) -> RunState:
+    """Read the state of a checkpoint. Raises CheckpointError for a checkpoint of another stage."""
+    state = read_run_state(checkpoint)
+    if state.stage != stage:
+        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected {stage!r}")
+    return state
+
+
+async def restore_stage(checkpoint: Path, state: RunState, backend: CheckpointingBackend, best: BestCheckpoint | None) -> None:
+    """Restore the backend of a stage, and what the run knew of its evaluations when it wrote the checkpoint."""
     if best is not None:
-        best.load_state_dict(read_run_state(checkpoint).best)
+        best.load_state_dict(state.best)
+    await backend.load_checkpoint(checkpoint).result()
 
 
 def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoint | None = None) -> Path | None:
@@ -434,19 +460,11 @@ def finished_checkpoint(checkpoint_dir: Path, num_steps: int, best: BestCheckpoi
     return checkpoints[-1] if has_ended or int(checkpoints[-1].name.removeprefix("step_")) >= num_steps else None
 
 
-def check_num_rows(checkpoint: Path, num_rows: int) -> None:
+def check_num_rows(checkpoint: Path, state: RunState, num_rows: int) -> None:
     """Raise CheckpointError if the number of rows to train on has changed since the checkpoint: the order of rows depends on it."""
-    before = read_run_state(checkpoint).num_rows
-    if before not in (None, num_rows):
+    before = state.num_rows
+    if before is not None and before != num_rows:
         raise CheckpointError(
             f"{checkpoint} was trained on {before:,} rows, but the data now has {num_rows:,}: a resumed run must read the rows in the same "
             "order, which depends on their number. Restore the data (data.path, data.mixture, preference.path), or start a new run"
         )
-
-
-def read_step(checkpoint: Path, stage: str) -> int:
-    """Return the number of finished steps of a checkpoint. Raises CheckpointError for a checkpoint of another stage."""
-    state = read_run_state(checkpoint)
-    if state.stage != stage:
-        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected {stage!r}")
-    return state.step
