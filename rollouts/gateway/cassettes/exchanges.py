@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from rollouts.gateway.requests import MessageKey, make_key
-from rollouts.types import Completion, FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams
+from rollouts.types import Completion, Message, RoutedExperts, SamplingParams
 
 FORMAT, VERSION = "rollouts.gateway.cassette", 1
 """Entries of the first line."""
@@ -47,56 +47,35 @@ class RecordedAnswer:
     number: int  # place among the session's answers
     message: Message  # as the client got it
     text: str  # as sampled, without its ending
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish_reason: FinishReason
-    temperature: float
-    truncated_sampling: bool
-    log_prob_kind: LogProbKind
-    routed_experts: RoutedExperts | None = None
-    kept_tokens: KeptTokens | None = None
+    completion: Completion  # without its prompt, which the exchanges before have
+    routed_experts: RoutedExperts | None = None  # experts of the prompt's and the answer's tokens
 
     @classmethod
     def create(cls, number: int, message: Message, text: str, completion: Completion) -> RecordedAnswer:
         """Return the answer of a completion."""
-        return cls(
-            number=number,
-            message=message,
-            text=text,
-            tokens=completion.output_tokens,
-            log_probs=completion.output_log_probs,
-            versions=completion.output_versions,
-            finish_reason=completion.finish_reason,
-            temperature=completion.temperature,
-            truncated_sampling=completion.truncated_sampling,
-            log_prob_kind=completion.log_prob_kind,
-            routed_experts=completion.routed_experts,
-            kept_tokens=completion.kept_tokens,
-        )
+        alone = replace(completion, request_id="", input_tokens=(), untempered_log_probs=None, routed_experts=None)
+        return cls(number=number, message=message, text=text, completion=alone, routed_experts=completion.routed_experts)
 
     def complete(self, prompt: tuple[int, ...], request_id: str) -> Completion:
         """Return the completion of this answer to its prompt."""
-        return Completion(
-            request_id=request_id,
-            input_tokens=prompt,
-            output_tokens=self.tokens,
-            output_log_probs=self.log_probs,
-            output_versions=self.versions,
-            finish_reason=self.finish_reason,
-            temperature=self.temperature,
-            truncated_sampling=self.truncated_sampling,
-            log_prob_kind=self.log_prob_kind,
-            routed_experts=self.routed_experts,
-            kept_tokens=self.kept_tokens,
-        )
+        return replace(self.completion, request_id=request_id, input_tokens=prompt, routed_experts=self.routed_experts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
+        found = self.completion
+        records = {"routed_experts": self.routed_experts, "kept_tokens": found.kept_tokens}
         return {
-            **{name: value for name, value in vars(self).items() if value is not None},
+            "number": self.number,
             "message": self.message.to_dict(),
-            **{name: value.to_dict() for name in ("routed_experts", "kept_tokens") if (value := getattr(self, name)) is not None},
+            "text": self.text,
+            "tokens": found.output_tokens,
+            "log_probs": found.output_log_probs,
+            "versions": found.output_versions,
+            "finish_reason": found.finish_reason,
+            "temperature": found.temperature,
+            "truncated_sampling": found.truncated_sampling,
+            "log_prob_kind": found.log_prob_kind,
+            **{name: record.to_dict() for name, record in records.items() if record is not None},
         }
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast, get_args
 from rollouts.checks import parse_json
 from rollouts.errors import DataError
 from rollouts.gateway.cassettes.exchanges import FORMAT, USUAL, VERSION, Asked, Exchange, Plain, RecordedAnswer, normalise_sampling
-from rollouts.types import FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts
+from rollouts.types import Completion, FinishReason, KeptTokens, LogProbKind, Message, RoutedExperts
 
 Cassette: TypeAlias = "Mapping[tuple[str, int], tuple[Exchange, ...]]"
 """Exchanges of the sessions of a file, by name and take, in the order of their answers."""
@@ -43,16 +43,11 @@ class _Session:
         """Add an exchange behind those before. Raises _Damage for a number that is taken, or records of other tokens."""
         self.exchanges.append(exchange)
         parent = None if exchange.begins_context else exchange.extends
-        size = len(exchange.given) + (0 if parent is None else self.sizes[parent] + len(self.answers[parent][1].tokens))
+        size = len(exchange.given) + (0 if parent is None else self.sizes[parent] + self.answers[parent][1].completion.output_len)
         for answer in exchange.answers:
             if answer.number in self.answers and answer.number not in self.forgotten:
                 raise _Damage(f"there are two answers {answer.number} of one session")
-            for name, value, num in (
-                ("routed_experts", answer.routed_experts, size + len(answer.tokens)),
-                ("kept_tokens", answer.kept_tokens, len(answer.tokens)),
-            ):
-                if value is not None and len(value) != num:
-                    raise _Damage(f"{name} has {len(value)} entries for {num} tokens")
+            _check_length("routed_experts", answer.routed_experts, size + answer.completion.output_len)
             self.forgotten.discard(answer.number)
             self.answers[answer.number], self.sizes[answer.number] = (exchange, answer), size
 
@@ -62,7 +57,7 @@ class _Session:
         at: int | None = number
         while at is not None:
             exchange, answer = self.answers[at]
-            parts += (answer.tokens, exchange.given)
+            parts += (answer.completion.output_tokens, exchange.given)
             at = None if exchange.begins_context else exchange.extends
         return tuple(token for part in reversed(parts) for token in part)
 
@@ -213,20 +208,32 @@ def _read_answer(values: Mapping[str, Any]) -> RecordedAnswer:
     _check_real("temperature", temperature)
     if not temperature:
         raise _Damage(f"temperature is {temperature!r}, expected the one of the log-probs, above 0 (a greedy answer has 1)")
-    return RecordedAnswer(
-        number=_take_number(values, "number"),
-        message=_read_message(values.get("message")),
-        text=_take(values, "text", str),
-        tokens=tokens,
-        log_probs=tuple(map(float, log_probs)),
-        versions=versions,
+    kept_tokens = _take_record(values, "kept_tokens", KeptTokens.from_dict)
+    _check_length("kept_tokens", kept_tokens, len(tokens))
+    completion = Completion(
+        request_id="",
+        input_tokens=(),
+        output_tokens=tokens,
+        output_log_probs=tuple(map(float, log_probs)),
+        output_versions=versions,
         finish_reason=cast("FinishReason", finish),
         temperature=float(cast("float", temperature)),
         truncated_sampling=_take(values, "truncated_sampling", bool),
         log_prob_kind=cast("LogProbKind", kind),
-        routed_experts=_take_record(values, "routed_experts", RoutedExperts.from_dict),
-        kept_tokens=_take_record(values, "kept_tokens", KeptTokens.from_dict),
+        kept_tokens=kept_tokens,
     )
+    return RecordedAnswer(
+        number=_take_number(values, "number"),
+        message=_read_message(values.get("message")),
+        text=_take(values, "text", str),
+        completion=completion,
+        routed_experts=_take_record(values, "routed_experts", RoutedExperts.from_dict),
+    )
+
+
+def _check_length(name: str, record: RoutedExperts | KeptTokens | None, num_tokens: int) -> None:
+    if record is not None and len(record) != num_tokens:
+        raise _Damage(f"{name} has {len(record)} entries for {num_tokens} tokens")
 
 
 def _take_record(values: Mapping[str, Any], name: str, of: Callable[[Mapping[str, Any]], Any]) -> Any:
