@@ -29,8 +29,8 @@ from rollouts.errors import ConfigError, make_safe, redact
 HELP = """usage: python -m integration.doctor [options of python -m integration.train] [--rows N] [--resume-timeout-s S] [--json]
 
 Examine a run before it starts, with the options that it will have: tokenizer, chat template, loss masks, end of answers,
-reward, log-probs of trainer, engine and transformers, weight sync, splits, resuming, memory and speed. Only temporary files
-are written.
+reward, log-probs of trainer, engine and transformers, weight sync, critic, teacher, splits, resuming, memory and speed. Only
+temporary files are written.
 
   --rows N               rows of data and prompts to try (default: 8)
   --resume-timeout-s S   maximum seconds of each of three short runs, which show that a killed run goes on with the same numbers;

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from integration.doctor.companions import check_critic, check_other_tokens, check_scores, check_teacher
 from integration.doctor.findings import Finding, judge, skip
 from integration.doctor.numbers import (
     check_engine,
@@ -27,13 +29,14 @@ from integration.doctor.texts import check_end, check_masks, check_pairs, check_
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
-from integration.parts.model_settings import find_directory
-from integration.parts.models import create_backend, create_model
-from integration.parts.rewards import open_task
+from integration.parts.model_settings import find_directory, read_model_config
+from integration.parts.models import create_backend, create_companions, create_model, open_companions
+from integration.parts.rewards import open_task, open_training_reward
+from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.evaluation import template_kwargs
-from integration.run.stages import create_task
+from integration.run.stages import create_task, create_task_generate_fn
 from integration.settings.command_line import CommandLine
-from integration.settings.config import Config, reward_config
+from integration.settings.config import Config, count_critic_updates, reward_config
 from integration.tasks.task import Task
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.futures import open_pipeline
@@ -44,15 +47,22 @@ from rollouts.data.model_limits import read_config_limits
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.engines.inprocess.engine import find_eos_ids
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import RolloutsError, flatten_errors
+from rollouts.errors import ConfigError, RolloutsError, flatten_errors
+from rollouts.generation.contract import score_generated_group
+from rollouts.models.loading import check_model_directory
+from rollouts.training.distillation.teachers import TEACHER_COLUMNS
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.steps import submit_forward
-from rollouts.types import Message, Sample
+from rollouts.types import Group, Message, Prompt, Sample, Status
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
+
 Say = Callable[[str], None]
+
+_NUM_ANSWERED = 4  # prompts whose answers a teacher judges
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +75,12 @@ class Patient:
     model: Any  # as loaded
     task: Task
     rows: tuple[tuple[int, ...], ...]  # tokens of some of the user's rows: conversations, else recorded rollouts, else prompts
+    fits: bool = True  # whether the models beside the policy have its tokens
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Columns that models beside the policy fill and that can be examined."""
+        return self.config.algorithm.requires if "rl" in self.mode and self.fits else frozenset()
 
     @property
     def precision(self) -> str:
@@ -106,6 +122,9 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
         async with open_task(task) as opened:
             encode = partial(encode_text, tokenizer)
             findings += await attempt("reward", lambda: check_reward(opened.reward_fn, prompts, encode, config=reward_config(config)))
+        tokens = check_other_tokens(config)
+        findings += [] if tokens is None else [tokens]
+        patient = replace(patient, fits=tokens is None or tokens.status == "pass")
     findings += await check_numbers(patient, samples, directory, say)
     if is_sharded:
         findings.append(skip("several processes", "the numbers above are those of one process; docs/distributed.md compares them"))
@@ -134,10 +153,13 @@ def check_texts(patient: Patient, samples: Sequence[Sample], num_rows: int) -> l
 
 
 def load_reference(config: Config, model: Any) -> Any:
-    """Load the model once more, by transformers alone with its eager attention; the built-in model, which has no directory, is copied."""
+    """Load the policy once more, see load_plainly; the built-in model, which has no directory, is copied."""
     path = find_directory(config, None)
-    if path is None:
-        return copy.deepcopy(model).eval()
+    return copy.deepcopy(model).eval() if path is None else load_plainly(config, path)
+
+
+def load_plainly(config: Config, path: Path) -> Any:
+    """Load a model by transformers alone, in float32 with its eager attention."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code, "local_files_only": True}
@@ -164,6 +186,10 @@ async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: 
         if "rl" in patient.mode and prompts and patient.task.recorded is None:
             say("engine against trainer")
             findings += await attempt("engine log-probs", partial(_check_engines, patient, trainer, prompts, directory, say))
+        if "values" in patient.needs:
+            findings += await attempt("critic", partial(examine_critic, patient, trainer, rows, say))
+        if patient.needs & frozenset(TEACHER_COLUMNS) and patient.task.recorded is not None:
+            findings += await attempt("teacher", partial(examine_teacher, patient, trainer, (), say))
         findings += await attempt("splits change nothing", partial(check_splits, trainer, rows, precision=patient.precision))
         findings += await attempt("speed of the trainer", partial(measure_speed, trainer, rows, config, patient.mode))
     return findings
@@ -178,7 +204,64 @@ async def _check_engines(
         engine: InferenceEngine = engines[0]
         temperature = config.generation.temperature
         findings = await check_engine(engine, trainer, prompts, precision=patient.precision, temperature=temperature)
-        return [*findings, await check_sync(engine, trainer, prompts, precision=patient.precision)]
+        findings.append(await check_sync(engine, trainer, prompts, precision=patient.precision))
+        if patient.needs & frozenset(TEACHER_COLUMNS):
+            findings += await attempt("teacher", partial(examine_teacher, patient, trainer, engines, say))
+        return findings
+
+
+async def examine_critic(patient: Patient, trainer: TrainingBackend, rows: Sequence[Sample], say: Say) -> Finding:
+    """Make the critic as the run does, and check it."""
+    say("the critic")
+    config = patient.config
+    made = create_companions(config, {"values"}, patient.model, patient.tokenizer, count_critic_updates(config))
+    model = cast("PyTorchTrainingBackend", made.critic).model
+    async with open_companions(made, trainer) as beside:
+        assert beside.critic is not None, "a critic that was made is opened"
+        return await check_critic(beside.critic, model, rows)
+
+
+async def examine_teacher(patient: Patient, trainer: TrainingBackend, engines: Sequence[InferenceEngine], say: Say) -> list[Finding]:
+    """Let the policy answer some prompts, and its teacher judge the answers; a server's scores are compared with a forward pass."""
+    config, wanted = patient.config, patient.config.algorithm.requires & frozenset(TEACHER_COLUMNS)
+    say("the teacher")
+    check_teacher_fields(config, patient.task, patient.tokenizer, os.environ)
+    vocab_size = int(patient.model.config.get_text_config().vocab_size)
+    samples = await sample_answers(patient, engines)
+    if not samples:
+        return [skip("teacher", "the policy has given no answer that it could judge")]
+    made = create_companions(config, wanted, patient.model, patient.tokenizer, 1)
+    async with (
+        open_companions(made, trainer) as beside,
+        open_teacher(config, beside.teachers, trainer, patient.tokenizer, vocab_size, os.environ) as teacher,
+    ):
+        if teacher is None:
+            return [skip("teacher", "no option names one")]
+        finding, judged = await check_teacher(teacher, samples, wanted, vocab_size=vocab_size, precision=patient.precision)
+    path = config.teacher.tokenizer
+    if not config.teacher.url or path is None or finding.status == "fail":
+        return [finding]
+    try:
+        directory = check_model_directory(path)
+    except ConfigError:  # a tokenizer alone: there is no forward pass to compare with
+        return [finding]
+    dtype = str(getattr(read_model_config(config, directory), "dtype", None)).removeprefix("torch.")
+    precision = dtype if dtype in ("bfloat16", "float16") else "float32"
+    return [finding, check_scores(judged, samples, create_reference(load_plainly(config, directory)), precision=precision)]
+
+
+async def sample_answers(patient: Patient, engines: Sequence[InferenceEngine]) -> list[Sample]:
+    """Return answers of the policy to some prompts, as a run would train on them, or recorded ones."""
+    config, task = patient.config, patient.task
+    if task.recorded is not None:
+        return [sample for group in task.recorded.groups[:_NUM_ANSWERED] for sample in group]
+    generate = create_task_generate_fn(config, task, engines, patient.tokenizer, 0)
+    prompts = [*(task.train_prompts or task.heldout_prompts)[:_NUM_ANSWERED]] or [Prompt(content="")] * _NUM_ANSWERED
+    groups: list[Group | None] = [await generate(replace(prompt, index=i), 1) for i, prompt in enumerate(prompts)]
+    if "{feedback}" in (config.teacher.context or ""):
+        async with open_task(task) as opened, open_training_reward(config, opened, patient.tokenizer) as reward_fn:
+            groups = [None if group is None else await score_generated_group(group, reward_fn, reward_config(config)) for group in groups]
+    return [sample for group in groups for sample in group or () if sample.status is not Status.FAILED and any(sample.loss_mask)]
 
 
 async def measure_speed(trainer: TrainingBackend, samples: Sequence[Sample], config: Config, mode: str) -> Finding:

@@ -467,7 +467,8 @@ def test_the_page_names_each_check_and_its_command_is_understood():
     options, rest = split_options(shlex.split(command))
     assert options.rows == 8 and parse_command_line(rest).config.reward.function == "rewards.py:my_reward"
     named = "tokenizer, chat template, loss masks, end of answers, reward leaks, loss on the data, trainer log-probs, log-probs repeat"
-    for check in (*named.split(", "), "preferences", "weight sync", "splits change nothing", "memory", "resume"):
+    beside = ("tokens of other models", "critic", "teacher", "teacher's server")
+    for check in (*named.split(", "), "preferences", "weight sync", *beside, "splits change nothing", "memory", "resume"):
         assert f"| {check} |" in page, check
 
 
