@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -59,7 +59,7 @@ class GroupRequest:
 
 
 class EngineSlots:
-    """The slots of one engine, as the times from which they are free, and their requests in order of arrival."""
+    """The slots of one engine, as the times from which they are free, the first one first, and their requests in order of arrival."""
 
     def __init__(self, section: EngineSection) -> None:
         self._section = section
@@ -82,7 +82,7 @@ class EngineSlots:
             del self.requests[request.index]
         running = [end for r in self.requests.values() for start, end in zip(r.starts, r.ends, strict=True) if start <= now < end]
         self.free_from = [*running, *[now] * (self._section.slots - len(running))]
-        heapq.heapify(self.free_from)
+        self.free_from.sort()
         self._read_until = now
         moved: list[GroupRequest] = []
         for other in self.requests.values():
@@ -97,10 +97,12 @@ class EngineSlots:
         return moved
 
     def _give_slots(self, request: GroupRequest, responses: list[int], not_before: float) -> None:
+        free_from, starts, ends, rate = self.free_from, request.starts, request.ends, self._section.token_rate
         for k in responses:
-            start = max(self.free_from[0], not_before)
-            request.starts[k], request.ends[k] = start, start + (request.targets[k] - request.done[k]) / self._section.token_rate
-            heapq.heapreplace(self.free_from, request.ends[k])
+            first = free_from.pop(0)
+            starts[k] = start = first if first > not_before else not_before
+            ends[k] = end = start + (request.targets[k] - request.done[k]) / rate
+            insort(free_from, end)
         self._finish_by_plan(request)
 
     def _finish_by_plan(self, request: GroupRequest) -> None:
@@ -149,8 +151,9 @@ class SimulatedFleet:
         self._changes = [0.0]  # start of version i on the fleet's clock
         self._paused_at: float | None = None
         self._stopping: list[GroupRequest] = []  # aborted or cancelled at this moment
-        self._work = trio.lowlevel.ParkingLot()  # run()
-        self._turns_begun = self._turns_done = 0  # turns of run()
+        self._work = trio.lowlevel.ParkingLot()  # run(), when nothing is to come
+        self._settling = trio.lowlevel.ParkingLot()  # settle()
+        self._is_woken = False  # something has changed at this moment that run() has not seen yet
         self._active_s = 0.0  # slot seconds of finished requests
         self._resident: dict[int, tuple[int, int]] = {}  # by prompt, groups held by others: (tokens, oldest version)
         self._begun_tokens = self._begun_responses = 0  # totals of first attempts
@@ -163,26 +166,38 @@ class SimulatedFleet:
         return (trio.current_time() if self._paused_at is None else self._paused_at) - self.paused_s
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled, and move the clock: a cancel scope of trio for each event would cost more than the event.
+
+        Whatever arrives, stops or ends at a moment is taken when all tasks are blocked, in the order of prompts, as trio runs tasks in
+        random order. When nothing is left to do at the moment, the clock jumps to the next event or deadline of trio.
+        """
+        clock = trio.lowlevel.current_clock()
+        assert isinstance(clock, trio.testing.MockClock), f"the clock is a {type(clock).__name__}, expected trio's MockClock"
         while True:
-            if not self._arrivals and not self._stopping:
-                with trio.CancelScope(deadline=self._next_event()):
-                    await self._work.park()
-            self._turns_begun += 1
-            if self._arrivals or self._stopping:
-                # let all that arrives or stops at this moment do so, and then go by prompt, as trio runs tasks in random order
-                await trio.testing.wait_all_tasks_blocked()
-                self._stop_aborted()
-                self._plan_arrivals()
-            self._deliver()
-            self._turns_done += 1
+            await trio.testing.wait_all_tasks_blocked()
+            now, event = trio.current_time(), self._next_event()
+            if self._is_woken or event <= now:
+                self._take_turn()
+            elif self._settling:
+                self._settling.unpark_all()
+            elif (seconds := min(event - now, trio.lowlevel.current_statistics().seconds_to_next_deadline)) < math.inf:
+                clock.jump(seconds)
+                if event <= trio.current_time():
+                    self._take_turn()
+            else:
+                await self._work.park()
+
+    def _take_turn(self) -> None:
+        self._is_woken = False
+        if self._arrivals or self._stopping:
+            self._stop_aborted()
+            self._plan_arrivals()
+        self._deliver()
 
     async def settle(self) -> None:
         """Wait until all that happens at this moment has happened. Several tasks wake together when all others are blocked."""
-        before = -1
-        while not before == self._turns_begun == self._turns_done:
-            before = self._turns_done
-            await trio.testing.wait_all_tasks_blocked()
+        self._work.unpark_all()
+        await self._settling.park()
 
     def _next_event(self) -> float:
         if self._paused_at is not None or not self._finishes:
@@ -190,6 +205,7 @@ class SimulatedFleet:
         return self._finishes[0][0] + self.paused_s
 
     def _wake(self) -> None:
+        self._is_woken = True
         self._work.unpark_all()
 
     def _stop_aborted(self) -> None:
@@ -440,9 +456,7 @@ class SimulatedFleet:
     def count_busy_slots(self) -> int:
         """Return the number of occupied slots."""
         now = self.now
-        idle = [engine.free_from for engine in self._engines if engine.free_from[0] <= now]  # heaps: the first slot is free first
-        ends = np.fromiter(chain.from_iterable(idle), float)
-        return (len(self._engines) - len(idle)) * self.section.slots + int(np.count_nonzero(ends > now))
+        return sum(self.section.slots - bisect_right(engine.free_from, now) for engine in self._engines)
 
     def active_seconds(self) -> float:
         """Return the seconds of generation, summed over the slots."""

@@ -15,25 +15,30 @@ from rollouts.types import Group
 
 Value = TypeVar("Value")
 
-_BLOCK_SIZE = 64
+_LEAF, _BRANCH = 5, 10  # bits of an index within a leaf, and within a branch
 
 
 class ByIndex(Mapping[int, Value], Generic[Value]):
-    """Immutable mapping from the index of a prompt, iterated in the order of index. A changed copy shares the other blocks."""
+    """Immutable mapping from the index of a prompt, iterated in the order of index.
 
-    __slots__ = ("_blocks", "_size")
+    A changed copy shares all leaves and branches without a changed index, so that a change costs the same with a hundred thousand entries.
+    """
+
+    __slots__ = ("_branches", "_size")
 
     def __init__(self, items: Iterable[tuple[int, Value]] = ()) -> None:
-        self._blocks: dict[int, dict[int, Value]] = {}  # by index // _BLOCK_SIZE; none is empty
+        # leaves by index >> _LEAF, in branches by index >> _BRANCH; none is empty
+        self._branches: dict[int, dict[int, dict[int, Value]]] = {}
         for index, value in items:
-            self._blocks.setdefault(index // _BLOCK_SIZE, {})[index] = value
-        self._size = sum(map(len, self._blocks.values()))
+            self._branches.setdefault(index >> _BRANCH, {}).setdefault(index >> _LEAF, {})[index] = value
+        self._size = sum(len(leaf) for branch in self._branches.values() for leaf in branch.values())
 
     def __getitem__(self, index: int) -> Value:
-        return self._blocks[index // _BLOCK_SIZE][index]
+        return self._branches[index >> _BRANCH][index >> _LEAF][index]
 
     def __iter__(self) -> Iterator[int]:
-        return (index for number in sorted(self._blocks) for index in sorted(self._blocks[number]))
+        branches = (branch for _, branch in sorted(self._branches.items()))
+        return (index for branch in branches for number in sorted(branch) for index in sorted(branch[number]))
 
     def __len__(self) -> int:
         return self._size
@@ -44,48 +49,53 @@ class ByIndex(Mapping[int, Value], Generic[Value]):
     @property
     def first(self) -> float:
         """Lowest index; infinity if there is none."""
-        return min(self._blocks[min(self._blocks)]) if self._blocks else math.inf
+        if not self._branches:
+            return math.inf
+        branch = self._branches[min(self._branches)]
+        return min(branch[min(branch)])
 
     def having(self, items: Mapping[int, Value]) -> ByIndex[Value]:
         """Return the mapping with these items added or replaced."""
-        copied, size = dict[int, dict[int, Value]](), self._size
+        edited, copied = self._copy(), dict[int, dict[int, Value]]()
         for index, value in items.items():
-            block = self._copy_block(index // _BLOCK_SIZE, copied)
-            size += index not in block
-            block[index] = value
-        return self._replace(copied, size)
+            leaf = edited._open(index, copied)
+            edited._size += index not in leaf
+            leaf[index] = value
+        return edited
 
     def without(self, indices: Iterable[int]) -> ByIndex[Value]:
         """Return the mapping without those of these indices that it has."""
         if not self._size:
             return self
-        copied, size = dict[int, dict[int, Value]](), self._size
+        edited, copied = self._copy(), dict[int, dict[int, Value]]()
         for index in indices:
-            block = self._copy_block(index // _BLOCK_SIZE, copied)
-            if index in block:
-                del block[index]
-                size -= 1
-        return self._replace(copied, size)
-
-    def _copy_block(self, number: int, copied: dict[int, dict[int, Value]]) -> dict[int, Value]:
-        """Return the copy of a block, which is among those that were copied from now on."""
-        block = copied.get(number)
-        if block is None:
-            before = self._blocks.get(number)
-            block = copied[number] = {} if before is None else before.copy()
-        return block
-
-    def _replace(self, copied: Mapping[int, dict[int, Value]], size: int) -> ByIndex[Value]:
-        """Return the mapping of this size with these blocks in place of its own."""
-        blocks = self._blocks.copy()
-        for number, block in copied.items():
-            if block:
-                blocks[number] = block
-            else:
-                blocks.pop(number, None)
-        edited: ByIndex[Value] = object.__new__(ByIndex)
-        edited._blocks, edited._size = blocks, size
+            leaf = edited._open(index, copied)
+            if index in leaf:
+                del leaf[index]
+                edited._size -= 1
+        for number, leaf in copied.items():
+            if not leaf:
+                above = number >> (_BRANCH - _LEAF)
+                del edited._branches[above][number]
+                if not edited._branches[above]:
+                    del edited._branches[above]
         return edited
+
+    def _copy(self) -> ByIndex[Value]:
+        """Return a copy that shares all branches, to be edited by the method that made it."""
+        edited: ByIndex[Value] = object.__new__(ByIndex)
+        edited._branches, edited._size = self._branches.copy(), self._size
+        return edited
+
+    def _open(self, index: int, copied: dict[int, dict[int, Value]]) -> dict[int, Value]:
+        """Return the leaf of an index in this copy: its own, which is among those that were copied from now on."""
+        number = index >> _LEAF
+        leaf = copied.get(number)
+        if leaf is None:
+            above = index >> _BRANCH
+            branch = self._branches[above] = self._branches.get(above, {}).copy()
+            leaf = copied[number] = branch[number] = branch.get(number, {}).copy()
+        return leaf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from rollouts.chat.tokenize import Messages, parse_prompt_content
 from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
 from rollouts.seeds import derive_seed
-from rollouts.types import Prompt
+from rollouts.types import Prompt, change
 
 NUM_SEEDS = 1 << 31
 """Prompts of an epoch where there is no data set."""
@@ -79,7 +79,7 @@ def take_prompts(state: BufferState, prompts: Sequence[Prompt] | None, n: int, s
         taken = tuple(Prompt(content="", index=start + i) for i in range(n))
         return taken, BufferState(epoch_id=epoch_id, sample_offset=sample_offset)
     positions = stream_positions(length, start=start, count=n, seed=seed)
-    taken = tuple(replace(prompts[position], index=start + i) for i, position in enumerate(positions))
+    taken = tuple(change(prompts[position], index=start + i) for i, position in enumerate(positions))
     return taken, BufferState(epoch_id=epoch_id, sample_offset=sample_offset)
 
 
