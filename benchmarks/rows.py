@@ -28,6 +28,7 @@ from benchmarks.measure import MODEL_SIZES, compare, create_model, processor_sec
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
+from rollouts.backends.protocol import TrainingBackend
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.training.steps import submit_optimizer_step
@@ -190,6 +191,11 @@ def create_batches(size: str, work: Work) -> Batches:
 def create_training(size: str) -> Callable[[Batches], int]:
     """Create a function that trains on batches as the SFT loop does: collation, forward and backward pass, AdamW step."""
     backend = create_pytorch_backend(create_model(size), lr=1e-4, **command_kernels())
+    return create_training_of(backend)
+
+
+def create_training_of(backend: TrainingBackend) -> Callable[[Batches], int]:
+    """Create a function that takes an optimizer step of this backend on each batch, and returns the number of tokens."""
 
     async def run(batches: Batches) -> int:
         for batch in batches:
@@ -320,9 +326,13 @@ def log_probs_against_formula(size: str, work: Work) -> Figures:
 
 
 def update_weights_against_copy(size: str, work: Work) -> Figures:
-    """Measure processor seconds of a loop's weight update, from backend to embedded engine, over those of a bare copy of every tensor."""
+    """Measure processor seconds of a loop's weight update, from backend to embedded engine, over those of a bare copy of every tensor.
+
+    As in a loop, the weights are those of an optimizer step, which does not count.
+    """
     model = create_model(pick_model(size, work))
     backend = create_pytorch_backend(model, lr=1e-4, **command_kernels())
+    create_training_of(backend)(shorten(create_batches(size, work)))
     engine = InProcessEngine(create_model(pick_model(size, work)), eos_token_ids=(), max_slots=8, **command_kernels())
     source = list(model.parameters())
     target = [torch.empty_like(value) for value in source]

@@ -236,10 +236,35 @@ def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], sou
             f"{source} does not fit this {type(model).__name__}: missing {missing[:5]}, unknown {unknown[:5]}, wrong shapes {wrong[:5]}. "
             "Use weights of the same architecture."
         )
+    finite: frozenset[object] = weights.finite if isinstance(weights, CheckedWeights) else frozenset()
     distinct: dict[object, tuple[str, Tensor]] = {}  # tied weights once, under their first name
     for name, value in weights.items():
         distinct.setdefault(_place(value), (name, value))
-    check_finite_weights(distinct.values(), source)
+    check_finite_weights((item for item in distinct.values() if not finite or _identify(item[1]) not in finite), source)
+
+
+class CheckedWeights(dict[str, Tensor]):
+    """Weights by name, of which check_weights_fit need not read again the tensors that were read since they last changed.
+
+    Torch counts the writes to a tensor, those through Tensor.data excepted; one that was written to since then is read again.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], finite: frozenset[object]) -> None:
+        """
+        Args:
+            finite: identify_tensors of tensors that were found finite.
+        """
+        super().__init__(weights)
+        self.finite = finite
+
+
+def identify_tensors(tensors: Iterable[Tensor]) -> frozenset[object]:
+    """Return the places of unsharded tensors with the number of writes to each: values that the next write to a tensor changes."""
+    return frozenset(_identify(tensor) for tensor in tensors if not hasattr(tensor, "to_local"))
+
+
+def _identify(tensor: Tensor) -> object:
+    return object() if tensor.is_inference() else (*_place(tensor), tensor._version)  # writes to an inference tensor are not counted
 
 
 def check_finite_weights(weights: Iterable[tuple[str, Tensor]], source: str) -> None:
@@ -296,15 +321,19 @@ def stream_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, whole_weight(value, layers.get(name))
 
 
-def view_model_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def view_model_weights(model: PreTrainedModel, finite: frozenset[object] = frozenset()) -> CheckedWeights:
     """Return the weights of an unsharded model in the order of the state dict, tied ones under each of their names; a layer with an adapter
     has a merged copy, on its device.
+
+    Args:
+        finite: see CheckedWeights.
     """
     layers = adapted_weights(model)
-    return {
+    views = {
         name: whole_weight(value, layers[name], keep_device=True) if name in layers else value.detach()
         for name, value in base_weights(model).items()
     }
+    return CheckedWeights(views, finite)
 
 
 def gather_model_weights(model: PreTrainedModel, names: Sequence[str], *, keep_device: bool = False) -> dict[str, Tensor]:

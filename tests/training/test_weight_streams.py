@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,39 @@ async def test_lent_weights_are_those_that_are_trained_and_adapters_are_merged_i
     trained = {parameter.data_ptr() for parameter in backend.model.parameters()}
     assert lent["model.norm.weight"].data_ptr() in trained
     assert (lent["model.layers.0.mlp.up_proj.weight"].data_ptr() in trained) == (kind != "lora")
+
+
+async def test_weights_that_the_last_update_found_finite_are_read_again_only_if_they_were_written_to():
+    backend = create_pytorch_backend(create_tiny_model(), lr=1e-2)
+    norm = backend.model.model.norm.weight
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+
+    async def publish(version: int) -> None:
+        await publish_weights(backend, [engine], version=version, exports=None)
+
+    async with engine:
+        with torch.no_grad():
+            norm[0] = math.nan
+        with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+            await publish(1)  # no update has looked at them
+        with torch.no_grad():
+            norm.fill_(1.0)
+        await backend.forward_backward(draw_batch(0, (5, 9)), sft_loss).result()
+        await backend.optim_step().result()
+        await publish(1)
+        with torch.no_grad():
+            norm[0] = math.inf
+        before = await engine.recompute_output_log_probs((5, 6, 7), 1)
+        with pytest.raises(EngineError, match=r"model\.norm\.weight"):
+            await publish(2)
+        assert await engine.recompute_output_log_probs((5, 6, 7), 1) == before
+        with torch.no_grad():
+            norm[0] = 1.0
+        await backend.forward_backward(draw_batch(1, (5, 9)), sft_loss).result()
+        await backend.optim_step().result()
+        norm.data[0] = math.nan  # a write that torch does not count shows that nothing is read a second time
+        await publish(2)
+        assert all(map(math.isnan, await engine.recompute_output_log_probs((5, 6, 7), 1)))
 
 
 async def test_an_engine_of_this_process_copies_lent_weights_and_one_that_keeps_them_gets_copies():

@@ -14,6 +14,7 @@ from torch import Tensor
 from rollouts.checks import find_non_finite
 from rollouts.config import BadNumbers
 from rollouts.errors import BadNumberError
+from rollouts.models.weights import identify_tensors
 
 
 class Scheduler(Protocol):
@@ -178,15 +179,18 @@ def read_counts(state: Mapping[str, Any]) -> UpdateCounts:
     return UpdateCounts(int(state["num_updates"]), int(state["num_skipped_in_a_row"]), usual)
 
 
-def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts, metrics: Mapping[str, float]) -> None:
+def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts, metrics: Mapping[str, float]) -> frozenset[object]:
     """Raise BadNumberError if an update has left a non-finite parameter: such weights cannot be trained on.
 
     Each rank checks its own part of sharded parameters.
 
     Args:
         metrics: those of the update, for the error.
+
+    Returns: the parameters as models.weights.CheckedWeights names those that were found finite.
     """
-    bad = find_non_finite(parameters)
+    named = tuple(parameters)
+    bad = find_non_finite(named)
     if bad is not None:
         raise BadNumberError(
             f"update {counts.num_updates} made the parameter {bad} NaN or infinite, though the gradient was finite: the learning rate is "
@@ -195,6 +199,7 @@ def check_updated(parameters: Iterable[tuple[str, Tensor]], counts: UpdateCounts
             "parameter",
             {name: metrics[name] for name in ("grad_norm", "lr")},
         )
+    return identify_tensors(parameter for _, parameter in named)
 
 
 def trained_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

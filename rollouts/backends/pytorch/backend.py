@@ -156,6 +156,7 @@ class PyTorchTrainingBackend:
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
         self._load: ExpertLoad | None = None  # load of the passes since the last update
         self._counted: ExpertLoad | None = None  # load that count_experts has counted since the last update
+        self._finite: frozenset[object] = frozenset()  # parameters that the last update found finite, see CheckedWeights
         self._reads = MetricReads()
         self._compute_outputs = compute_outputs
         self._adapters = None if lora is None else Adapters(model, lora)
@@ -239,7 +240,7 @@ class PyTorchTrainingBackend:
             judge=self._judge,
         )
         metrics |= summarize_load(load)
-        check_updated(trained_parameters(self.model), self.counts, metrics)
+        self._finite = check_updated(trained_parameters(self.model), self.counts, metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
@@ -282,7 +283,7 @@ class PyTorchTrainingBackend:
 
     def view_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """Return the weights that are trained, on their device; adapters are merged into copies."""
-        return ImmediateTrainFuture(view_model_weights(self.model), "view_weights")
+        return ImmediateTrainFuture(view_model_weights(self.model, self._finite), "view_weights")
 
     # -- BackendFeature.WEIGHT_STREAM
 
