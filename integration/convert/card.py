@@ -17,7 +17,7 @@ from rollouts.config_files import read_json
 from rollouts.errors import make_safe, redact
 
 CARD_FILE = "README.md"
-_SECTIONS = ("engine", "hardware", "output_dir", "num_threads", "profile", "trajectories", "loggers")
+_SECTIONS = ("engine", "hardware", "output_dir", "num_threads", "profile", "trajectories", "loggers", "logger_timeout_s")
 """Settings about the machine rather than the model; addresses and paths of one's own are not published."""
 
 

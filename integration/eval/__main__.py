@@ -51,6 +51,7 @@ _TRAINING = (
     "profile",
     "hardware",
     "loggers",
+    "logger_timeout_s",
 )
 SCREEN = Screen(
     text="""\

@@ -26,7 +26,8 @@ from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, locate_error, redact
 from rollouts.output_files import replace_file
 from rollouts.rewards.answers import load_function
-from rollouts.training.logs.loggers import ContinuedLogger, MLflowLogger, TensorBoardLogger, TrackioLogger
+from rollouts.training.logs.continued import TIMEOUT_S, ContinuedLogger
+from rollouts.training.logs.loggers import MLflowLogger, TensorBoardLogger, TrackioLogger
 from rollouts.training.metrics import JSONLLogger, MetricsLogger, Value, WandbLogger
 from rollouts.types import Sample
 
@@ -145,12 +146,16 @@ def check_loggers(expressions: Sequence[str]) -> None:
             raise ConfigError(f"loggers {call.text} needs the package {package}: pip install 'rollouts-rl[{package}]', or leave it out")
 
 
-def create_loggers(expressions: Sequence[str], run: RunIdentity) -> list[MetricsLogger]:
-    """Create the loggers of a run. One that fails, now or later, is named in a warning, and the run goes on without it.
+def create_loggers(expressions: Sequence[str], run: RunIdentity, *, timeout_s: float = TIMEOUT_S) -> list[MetricsLogger]:
+    """Create the loggers of a run. One that fails or hangs, now or later, is named in a warning, and the run goes on without it.
+
+    Args:
+        timeout_s: seconds for the start, a line, and the end of each.
 
     Raises: ConfigError if a user's function fails or does not return a logger.
     """
-    return [ContinuedLogger(partial(_create_logger, call, run), call.text, run.earlier) for call in parse_loggers(expressions)]
+    calls = parse_loggers(expressions)
+    return [ContinuedLogger(partial(_create_logger, call, run), call.text, run.earlier, timeout_s=timeout_s) for call in calls]
 
 
 def _create_logger(call: PresetCall, run: RunIdentity) -> MetricsLogger:

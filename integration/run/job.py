@@ -81,6 +81,7 @@ MAY_CHANGE_ON_RESUME = (
         "num_threads",
         "crash_bundles",
         "loggers",
+        "logger_timeout_s",
         "model.device",
         "sft.num_steps",
         "rl.num_steps",
@@ -182,7 +183,7 @@ async def run_until_stopped(
     metrics_file = output_dir / METRICS_FILE
     earlier = (read_metrics(metrics_file) if metrics_file.exists() else []) if command.resume else None
     identity = RunIdentity(directory=output_dir, settings=describe_settings(command.config), earlier=earlier)
-    further = create_loggers(command.config.loggers, identity)
+    further = create_loggers(command.config.loggers, identity, timeout_s=command.config.logger_timeout_s)
     profile = RunProfile(command.config.profile, output_dir)
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
     control = RunControl(

@@ -62,6 +62,7 @@ MAY_CHANGE_ON_RESUME = (
     "num_threads",
     "crash_bundles",
     "loggers",
+    "logger_timeout_s",
     "training.num_steps",
     "training.checkpoint_every",
     "training.keep_last_n",
@@ -269,7 +270,7 @@ def run(
         progress = Progress({STAGE: config.training.num_steps}, stream=sys.stdout, quiet=quiet, clock=time.monotonic)
         earlier = (read_metrics(output_dir / METRICS_FILE) if (output_dir / METRICS_FILE).exists() else []) if resume else None
         identity = RunIdentity(directory=output_dir, settings=to_dict(config), earlier=earlier)
-        further = create_loggers(config.loggers, identity)
+        further = create_loggers(config.loggers, identity, timeout_s=config.logger_timeout_s)
         logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further])
         try:
             control = RunControl(logger=logger, say=progress.say, inputs=inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -85,6 +86,8 @@ class Config:
     # loggers of metrics besides metrics.jsonl and the display: wandb, tensorboard, trackio, mlflow, with arguments as in
     # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
     loggers: tuple[str, ...] = ()
+    # seconds for the start, a line, and the end of a logger; one that does not return by then is given up, and the run goes on
+    logger_timeout_s: float = 60.0
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
     # crash bundle of the step that a bad number ends the run at: auto = with weights that fit in a quarter of the free space, or else a
     # link to the last checkpoint; full = always with weights; linked = never with others than that checkpoint's; none = no bundle
@@ -125,6 +128,8 @@ class Config:
             raise ConfigError(f"the task {self.task!r} needs a model with a tokenizer of its own: give --model.path DIR")
         check_setting(self.num_threads is None or self.num_threads >= 1, "Config.num_threads", self.num_threads, "at least 1, or None")
         check_choice(self, "crash_bundles", CRASH_BUNDLES)
+        good = 0 < self.logger_timeout_s < math.inf
+        check_setting(good, "logger_timeout_s", self.logger_timeout_s, "a positive number of seconds")
         check_setting(0 <= self.seed < 2**63, "Config.seed", self.seed, "a whole number from 0 to 2**63 - 1")
         good = not self.deterministic or self.model.kernels != "onednn"
         check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,7 @@ from rollouts.config import (
     check_count,
     check_patience,
     check_positive,
+    check_setting,
 )
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
@@ -86,6 +88,8 @@ class RewardModelConfig:
     # loggers of metrics besides metrics.jsonl and the display: wandb, tensorboard, trackio, mlflow, with arguments as in
     # wandb(project='mine'); jsonl('copy.jsonl'), or module:function; --log is short for it
     loggers: tuple[str, ...] = ()
+    # seconds for the start, a line, and the end of a logger; one that does not return by then is given up, and the run goes on
+    logger_timeout_s: float = 60.0
     num_threads: int | None = None  # CPU threads of torch; None = torch's default
     # crash bundle of the step that a bad number ends the run at: auto = with weights that fit in a quarter of the free space, or else a
     # link to the last checkpoint; full = always with weights; linked = never with others than that checkpoint's; none = no bundle
@@ -98,6 +102,8 @@ class RewardModelConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "crash_bundles", CRASH_BUNDLES)
+        good = 0 < self.logger_timeout_s < math.inf
+        check_setting(good, "logger_timeout_s", self.logger_timeout_s, "a positive number of seconds")
         if self.data.path is None and self.task not in PAIR_TASKS:
             raise ConfigError(f"there are no pairs of the task {self.task!r}: {suggest(self.task, PAIR_TASKS)}; or give --data.path")
         if self.data.path is None and self.data.eval_path is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from test_train import SMALL
 from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers, parse_loggers
 from integration.train import main
 from rollouts.errors import ConfigError
-from rollouts.training.logs.loggers import ContinuedLogger
+from rollouts.training.logs.continued import ContinuedLogger
 from rollouts.training.metrics import read_metrics
 
 Curve = list[tuple[int, float]]
@@ -177,6 +179,9 @@ class Remembering:
     def log(self, metrics: Any, step: int) -> None:
         self.steps.append(step)
 
+    def finish(self) -> None:
+        self.steps.append(-1)
+
 
 @pytest.mark.parametrize(("earlier", "expected"), [(None, [4, 5, 6]), ([], [6]), ([{"stage": "rl", "step": 3}], [6])])
 def test_only_a_resumed_run_leaves_out_the_lines_that_the_store_has(earlier: Any, expected: list[int]):
@@ -185,7 +190,93 @@ def test_only_a_resumed_run_leaves_out_the_lines_that_the_store_has(earlier: Any
     logger = ContinuedLogger(lambda: store, "mine", earlier)  # pyright: ignore[reportArgumentType]
     for step in (4, 5, 6):
         logger.log({"stage": "rl", "loss": 1.0}, step)
-    assert store.steps == expected
+    logger.finish()
+    assert store.steps == [*expected, -1]
+
+
+def test_a_logger_that_hangs_is_given_up_and_the_lines_that_it_has_not_got_are_counted(caplog: pytest.LogCaptureFixture):
+    """The first line comes back late, or never: the later ones wait for a while, and at the end all of them are counted."""
+    begun, go_on, got = threading.Event(), threading.Event(), list[int]()
+
+    class Hanging(Remembering):
+        def log(self, metrics: Any, step: int) -> None:
+            got.append(step)
+            begun.set()
+            go_on.wait()
+
+    logger = ContinuedLogger(Hanging, "mine:hanging", timeout_s=2.0)
+    for step in range(5):
+        logger.log({"loss": 1.0}, step)
+        assert begun.wait(60)
+    logger.finish()
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].startswith("the logger mine:hanging has not returned from log within 2 s (--logger-timeout-s) and is given up")
+    assert told[1:] == ["the logger mine:hanging has not got 5 of 5 lines of this run"]
+    go_on.set()
+    for worker in [thread for thread in threading.enumerate() if thread.name == "logger mine:hanging"]:
+        worker.join(60)
+        assert not worker.is_alive()
+    assert got == [0]  # nothing is logged after the end of the run
+
+
+@pytest.mark.parametrize("where", ["its start", "finish"])
+def test_a_logger_that_does_not_start_or_end_holds_up_nothing(where: str, caplog: pytest.LogCaptureFixture):
+    go_on = threading.Event()
+
+    class Hanging(Remembering):
+        def __init__(self) -> None:
+            super().__init__()
+            if where == "its start":
+                go_on.wait()
+
+        def finish(self) -> None:
+            go_on.wait()
+
+    logger = ContinuedLogger(Hanging, "mine:hanging", timeout_s=2.0)
+    logger.finish()
+    go_on.set()
+    assert f"has not returned from {where} within 2 s" in caplog.records[0].getMessage()
+
+
+def test_a_slow_logger_gets_every_line_in_order_while_the_run_goes_on(caplog: pytest.LogCaptureFixture):
+    go_on, store = threading.Event(), Remembering()
+
+    class Slow(Remembering):
+        def log(self, metrics: Any, step: int) -> None:
+            go_on.wait()
+            store.log(metrics, step)
+
+    logger = ContinuedLogger(Slow, "mine:slow", timeout_s=60)
+    for step in range(20):
+        logger.log({"loss": 1.0}, step)
+    assert store.steps == []
+    go_on.set()
+    logger.finish()
+    assert store.steps == list(range(20)) and not caplog.records
+
+
+OF_A_SOCKET = """
+import urllib.request
+
+class Poster:
+    def log(self, metrics, step):
+        urllib.request.urlopen("http://127.0.0.1:PORT/", data=b"line")
+
+    def finish(self):
+        pass
+"""
+
+
+def test_a_run_ends_although_the_server_of_its_logger_never_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (tmp_path / "own.py").write_text(OF_A_SOCKET.replace("PORT", str(silent.getsockname()[1])))
+        more = ["--log", f"{tmp_path}/own.py:Poster", "--logger-timeout-s", "3"]
+        assert main([*RUN, "--mode", "sft", "--output-dir", str(tmp_path / "run"), *more]) == 0
+    told = capsys.readouterr().err
+    assert "own.py:Poster has not returned from log within 3 s (--logger-timeout-s)" in told
+    assert "has not got 3 of 3 lines of this run" in told
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+    assert "(--logger-timeout-s)" in (tmp_path / "run" / "warnings.jsonl").read_text()
 
 
 @needs.MLFLOW
@@ -215,6 +306,7 @@ def test_a_users_logger_gets_every_line_of_a_resumed_run_from_there_on(tmp_path:
     identity = RunIdentity(directory=tmp_path / "a", settings={}, earlier=[{"step": 1, "stage": "sft", "loss": 1.0}])
     (logger,) = create_loggers([f"jsonl('{tmp_path}/copy.jsonl')"], identity)
     logger.log({"stage": "sft", "loss": 0.5}, 2)
+    logger.finish()
     assert [line["step"] for line in read_metrics(tmp_path / "copy.jsonl")] == [2]  # its file appends, and knows no run
 
 

@@ -84,6 +84,7 @@ SCENARIOS: dict[str, tuple[str, bool, dict[str, Any]]] = {  # mode, whether it i
     "default": ("sft+rl", False, {}),
     "sft": ("sft", False, {}),
     "rl": ("rl", False, {}),
+    "logged": ("sft", False, {"loggers": ("jsonl('first.jsonl')",)}),
     "dry": ("sft+rl", True, {}),
     "servers": ("rl", False, SERVER),
     "reckoned": ("rl", True, {"engine.kind": "vllm", "engine.urls": ("http://127.0.0.1:1", "http://127.0.0.1:2")}),
@@ -198,6 +199,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "profile.skip": ("run/profile.py", "self._num_lines == self._settings.skip"),
     "crash_bundles": ("crash/watch.py", 'config.crash_bundles != "auto"'),
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
+    "logger_timeout_s": ("run/job.py", "timeout_s=command.config.logger_timeout_s"),
     "checkpoint.best": ("run/evaluation.py", "best = config.checkpoint.best"),
     "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
     "model.trust_remote_code": (

@@ -1,28 +1,25 @@
 """Loggers to TensorBoard, Trackio and MLflow, beside WandbLogger of metrics.py: one curve for each metric of a stage, over its steps.
 
 A metric of a line with a stage is named stage/metric, so that SFT and RL have axes of their own. Each logger can say up to which step of
-each stage its store has lines (`last_steps`), from which a resumed run goes on without gap or duplicate: see ContinuedLogger.
+each stage its store has lines (`last_steps`), from which a resumed run goes on without gap or duplicate: see continued.py.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from rollouts.errors import ConfigError, redact
+from rollouts.errors import ConfigError
 from rollouts.training.metrics import MetricsLogger, Value, name_by_stage
 
 if TYPE_CHECKING:
     from rollouts.types import Sample
 
-_logger = logging.getLogger(__name__)
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "status", "tokens")
 
 
@@ -216,57 +213,3 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str
     for key, value in config.items():
         found += _flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", str(value))]
     return found
-
-
-class ContinuedLogger:
-    """A logger of which a run does not depend: what it raises is said once, and the run goes on.
-
-    In a resumed run it passes on the lines that the logger's store lacks, and leaves out those that it has: they are the same.
-    """
-
-    def __init__(self, create: Callable[[], MetricsLogger], name: str, earlier: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """
-        Args:
-            create: makes the logger; if it fails, there is none.
-            name: name for messages.
-            earlier: the lines of metrics that a resumed run goes on behind; None = the run is new, and what the store has is of others.
-
-        Raises: ConfigError of `create`, for example of a package that is not installed.
-        """
-        self._name, self._last, self._has_failed = name, dict[str, int](), False
-        self._logger: Any = self._try("its start", create)
-        if earlier is not None and hasattr(self._logger, "last_steps"):
-            self._last = dict(self._try("last_steps", self._logger.last_steps) or {})
-            for line in earlier:
-                self.log({key: value for key, value in line.items() if key != "step"}, int(line["step"]))
-
-    def log(self, metrics: Mapping[str, Value], step: int) -> None:
-        """Log a line that the store lacks."""
-        if self._logger is not None and step > self._last.get(str(metrics.get("stage", "")), -1):
-            self._try("log", partial(self._logger.log, metrics, step))
-
-    def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
-        """Log samples of a step whose line the store lacks, if the logger has tables."""
-        if hasattr(self._logger, "log_samples") and step > self._last.get(stage, -1):
-            self._try("log_samples", partial(self._logger.log_samples, samples, step, stage))
-
-    def finish(self) -> None:
-        """Finish the logger."""
-        if self._logger is not None:
-            self._try("finish", self._logger.finish)
-
-    def set_error(self, error: Exception, where: str) -> None:
-        """Say what failed, unless something was said before."""
-        if not self._has_failed:
-            text = "the logger %s failed in %s (%s: %s); the run goes on, and this is said once. metrics.jsonl has every line"
-            _logger.warning(text, self._name, where, type(error).__name__, redact(str(error)))
-        self._has_failed = True
-
-    def _try(self, where: str, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except ConfigError:
-            raise
-        except Exception as error:  # packages of others, and networks, raise anything
-            self.set_error(error, where)
-            return None
