@@ -742,6 +742,7 @@ class TrainBatch:
     router_balance: Tensor | None = None  # [B] coefficient of the load-balancing loss of the model's routers, equal in all rows
     dropout: bool | None = None  # True = the model's dropout is active in training on the batch; None = see has_dropout
     skip_redundant: bool = False  # True = what several rows share may be computed once, see batches.find_shared_prompts
+    pair_ids: Tensor | None = None  # [B] int64, equal in two rows that the loss compares; -1 = no pair; None = it compares no rows
     recorded: Tensor | None = None  # [B] int64, numbers under which forward_backward keeps what its loss tells of the tokens of a row, -1 =
     # not kept; for backends with BackendFeature.RECORDS. None = the loss tells nothing of single tokens
 
@@ -764,7 +765,7 @@ class TrainBatch:
                      "loss_weights", "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions",
-                   "teacher_beta", "recorded")  # fmt: skip
+                   "teacher_beta", "pair_ids", "recorded")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b,)) for name in per_row})
         check_shapes(routed_experts=(self.routed_experts, (b, t, None, None)))
         num_tops = None if self.teacher_ids is None else self.teacher_ids.shape[-1] + 1
@@ -840,6 +841,7 @@ class Algorithm:
     loss_only: frozenset[str] = frozenset()  # columns of `requires` that estimate and weigh do not read: where a step is one single
     # update, the loop fills old_log_probs and prox_log_probs inside the loss and saves a forward pass. Replace it together with `estimate`
     reads_rewards: bool = True  # False = samples may come without rewards, as in distillation; filters and `estimate` read none
+    compares_pairs: bool = False  # True = `estimate` fills pair_ids, and the loss compares two rows; it reads no rollout_log_probs
 
     def __post_init__(self) -> None:
         assert self.loss_only <= self.requires, f"loss_only is {set(self.loss_only)}, which requires {set(self.requires)} does not hold"

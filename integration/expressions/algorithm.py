@@ -7,10 +7,10 @@
     truncated(my_module:my_algorithm(beta=0.1))
 
 The text is parsed, never passed to eval: only preset names, references to functions, calls of both, literals and, for presets that take
-one, the name of a KL estimator (kl=k2), an interpolation (approximate=interpolate_log_probs) or a combination (combine=interpolate) are
-valid. A reference imports its module, as `import` does, so name only modules you trust. Only functions that create algorithms are called:
-written in Python, and either with the return annotation `-> Algorithm` or defined in the .py file that the reference names. os:system,
-builtins:eval and the like are refused.
+one, the name of a KL estimator (kl=k2), an interpolation (approximate=interpolate_log_probs), a combination (combine=interpolate) or a loss
+of pairs (loss=ipo) are valid. A reference imports its module, as `import` does, so name only modules you trust. Only functions that create
+algorithms are called: written in Python, and either with the return annotation `-> Algorithm` or defined in the .py file that the reference
+names. os:system, builtins:eval and the like are refused.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rollouts.algorithms import presets as algorithms
 from rollouts.algorithms.anchors import Combine, add_weighted, interpolate
 from rollouts.algorithms.kl import KLEstimator, abs_kl, k1, k2, k3, straight_through
 from rollouts.algorithms.losses import KLTerm
+from rollouts.algorithms.preference_objectives import PairObjective, cdpo, dpo, ipo, orpo, robust_dpo, simpo, slic
 from rollouts.algorithms.presets import Chain
 from rollouts.algorithms.proximal import Interpolation, interpolate_log_probs, interpolate_probs
 from rollouts.config_files import suggest
@@ -75,10 +76,14 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {  # for kl=k2
 }
 INTERPOLATIONS: Mapping[str, Interpolation] = {f.__name__: f for f in (interpolate_log_probs, interpolate_probs)}  # for approximate=...
 COMBINATIONS: Mapping[str, Combine] = {f.__name__: f for f in (add_weighted, interpolate)}  # for combine=...
+PAIR_OBJECTIVES: Mapping[str, PairObjective] = {  # for loss=ipo, by the names of --preference.loss
+    "dpo": dpo, "cdpo": cdpo, "robust": robust_dpo, "ipo": ipo, "slic": slic, "simpo": simpo, "orpo": orpo,
+}  # fmt: skip
 FUNCTIONS: tuple[tuple[Any, Mapping[str, Any]], ...] = (  # functions valid as arguments, by type
     (KLEstimator, KL_ESTIMATORS),
     (Interpolation, INTERPOLATIONS),
     (Combine, COMBINATIONS),
+    (PairObjective, PAIR_OBJECTIVES),
 )
 MAX_LENGTH = 2000  # characters of an expression
 MAX_DEPTH = 8  # nested presets

@@ -478,7 +478,7 @@ def create_kl_control(config: Config, algorithm: Algorithm) -> KLControl | None:
     section, name = config.rl.kl_control, config.rl.algorithm
     if section == KLControlSection():
         return None
-    if "ref_log_probs" not in algorithm.requires:
+    if "ref_log_probs" not in algorithm.requires or algorithm.compares_pairs:
         raise ConfigError(f"rl.kl_control is set, but rl.algorithm {name!r} has no KL term: give it a kl_coef, such as ppo(kl_coef=0.05)")
     from integration.expressions.algorithm import find_kl_coefs
 

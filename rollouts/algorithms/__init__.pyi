@@ -39,6 +39,7 @@ from .presets import (
     gspo as gspo,
     kl_cov as kl_cov,
     max_rl as max_rl,
+    online_dpo as online_dpo,
     opd as opd,
     opo as opo,
     pass_at_k as pass_at_k,

@@ -253,6 +253,34 @@ def estimate_gdpo(
     return _fill(batch, advantages, whiten=whiten)
 
 
+def estimate_pairs(batch: TrainBatch, *, min_difference: float = 0.0) -> TrainBatch:
+    """Pair the row of the largest reward in each group with that of the smallest, for losses that compare the two (online DPO).
+
+    Rows that are not trainable, or have no trained token, are in no pair. Of equal rewards the first row counts; a group whose rewards
+    are all equal, or differ by less than min_difference, makes no pair.
+
+    Args:
+        min_difference: least difference of the two rewards, at least 0.
+
+    Returns: pair_ids, the group_ids of rows in pairs; advantages 1 in chosen rows, -1 in rejected ones, 0 in the others, which are no
+        longer trainable.
+    Source: Guo et al. 2024 (Direct language model alignment from online AI feedback), with the best and the worst of several answers as
+        in OpenRLHF's iterative DPO; rank_rollouts makes the same pairs of samples.
+    """
+    _check_rewards(batch)
+    candidates = (trained_mask(batch) > 0).any(1)
+    pair_ids, sides = torch.full_like(batch.group_ids, -1), torch.zeros_like(batch.rewards)
+    for group in batch.group_ids[candidates].unique().tolist():
+        rows = ((batch.group_ids == group) & candidates).nonzero()[:, 0]
+        rewards = batch.rewards[rows]
+        best, worst = int(rewards.argmax()), int(rewards.argmin())
+        difference = float(rewards[best] - rewards[worst])
+        if difference > 0 and difference >= min_difference:
+            pair = rows[[best, worst]]
+            pair_ids[pair], sides[pair] = group, sides.new_tensor([1.0, -1.0])
+    return replace(_fill(batch, sides), pair_ids=pair_ids, trainable=batch.trainable & (pair_ids >= 0))
+
+
 # -- along tokens
 
 

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeAlias
 
 from rollouts.algorithms.kto import kto_loss
 from rollouts.algorithms.preferences import (
@@ -31,6 +33,10 @@ class PreferenceObjective:
     loss: LossFn  # once per micro-batch; a weighted sum over pairs, or over answers
     needs_reference: bool = True  # whether it reads batch.ref_log_probs
     compares_pairs: bool = True  # True = rows 2i and 2i + 1 are a pair; False = each answer is good or bad by itself (KTO)
+
+
+PairObjective: TypeAlias = Callable[..., PreferenceObjective]
+"""Objective of pairs as a function of its numbers: dpo, cdpo, robust_dpo, ipo, slic, orpo or simpo of this file, or the caller's own."""
 
 
 def dpo(*, beta: float = 0.1, nll_coef: float = 0.0) -> PreferenceObjective:

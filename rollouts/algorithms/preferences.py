@@ -31,9 +31,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rollouts.algorithms.loss_weights import trained_mask
+from rollouts.algorithms.statistics import masked_mean
 from rollouts.batches import plan_microbatches, plan_sharded_microbatches, select_rows
 from rollouts.checks import check_shapes
-from rollouts.types import LossOutput, TokenOutputs, TrainBatch
+from rollouts.types import LossFn, LossOutput, TokenOutputs, TrainBatch
 
 PairLoss: TypeAlias = Callable[[Tensor, float], Tensor]
 """f(h [P], beta) -> loss of each pair [P]; h = log(p / p_ref) of the chosen answer minus that of the rejected one."""
@@ -350,6 +351,85 @@ def score_loss(outputs: TokenOutputs, batch: TrainBatch, *, margin_from_rewards:
         preferred, other = _halves(batch.rewards)
         margin = (preferred - other).to(chosen.dtype)
     return bradley_terry_loss(chosen, rejected, margin, weights=weights, counts=counts)
+
+
+# -- pairs among the rows of a rollout batch, by the pair_ids and the signs of advantages that estimators.estimate_pairs fills
+
+
+def order_pairs(batch: TrainBatch) -> list[int]:
+    """Return the positions of the rows with a pair, chosen before rejected, pair by pair.
+
+    Asserts: each pair has two rows, one of advantages above 0 and one of advantages below.
+    """
+    assert batch.pair_ids is not None and batch.advantages is not None, (
+        "pair_ids and advantages say which rows are compared: estimate_pairs"
+    )
+    sides = torch.where(batch.loss_mask > 0, batch.advantages, torch.zeros_like(batch.advantages)).sum(1)
+    places = [row for row, pair in enumerate(batch.pair_ids.tolist()) if pair >= 0]
+    places.sort(key=lambda row: (int(batch.pair_ids[row]), -float(sides[row])))  # type: ignore[index]
+    ids, signs = batch.pair_ids[places].tolist(), sides[places].sign().tolist()
+    whole = ids[0::2] == ids[1::2] and len(set(ids[0::2])) == len(ids[0::2]) and signs == [1.0, -1.0] * (len(signs) // 2)
+    assert whole, f"the rows of pairs {ids} have the sides {signs}, expected 1 and -1 of each: pairs stay whole, see split_pairs"
+    return places
+
+
+def paired_mean(batch: TrainBatch, *, num_pairs: float | None = None) -> Tensor:
+    """1 / (number of pairs) at every trained token of a row with a pair, by pair_ids; 0 elsewhere.
+
+    Args:
+        num_pairs: number in the whole step, if the batch is a part of it; None = that of the batch.
+
+    Returns: # [B, T], for batch.loss_weights.
+    """
+    assert batch.pair_ids is not None, "paired_mean needs batch.pair_ids: call estimate_pairs first"
+    paired = batch.pair_ids >= 0
+    count = max(int(paired.sum()) // 2, 1) if num_pairs is None else num_pairs
+    return ((trained_mask(batch) > 0) & paired[:, None]).to(batch.loss_mask.dtype) / max(count, 1)
+
+
+def paired_loss(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn) -> LossOutput:
+    """Compute a loss of pairs, such as preference_loss, on the rows of a batch that have one by pair_ids, in any order.
+
+    Args:
+        outputs: log_probs of the policy.
+        batch: pair_ids and advantages of estimate_pairs, loss_weights of paired_mean, and what `loss` reads. Pairs are whole.
+        loss: a loss of rows 2i and 2i + 1.
+
+    Returns: metrics of `loss`, and the entropy if it was computed; without a pair the loss is 0.
+    """
+    rows = order_pairs(batch)
+    if not rows:
+        return LossOutput(0.0 * outputs.log_probs.sum(), {})
+    pairs = select_rows(batch, rows)
+    width = pairs.tokens.shape[1]
+    found, metrics = loss(TokenOutputs(log_probs=outputs.log_probs[rows, :width]), pairs)
+    if outputs.entropy is not None:
+        entropy = torch.where(pairs.loss_mask > 0, outputs.entropy.detach()[rows, :width], 0.0)
+        metrics = {**metrics, "entropy": masked_mean(entropy, (pairs.loss_mask > 0).to(entropy.dtype))}
+    return LossOutput(found, metrics)
+
+
+def measure_pairs(batch: TrainBatch, *, compares_pairs: bool = True) -> dict[str, float]:
+    """Count the pairs that estimate_pairs made, and the groups that it made none of.
+
+    Args:
+        compares_pairs: Algorithm.compares_pairs of the algorithm whose estimate filled the batch; asserted to match.
+
+    Returns: num_pairs; num_ties, groups with a row to train on whose rewards do not tell a better answer from a worse one; reward_gap, the
+        mean difference of the rewards of a pair, 0 without pairs. Empty for a batch without pair_ids.
+    """
+    filled = batch.pair_ids is not None
+    assert filled == compares_pairs, f"compares_pairs is {compares_pairs}, but the estimate {'fills' if filled else 'fills no'} pair_ids"
+    if not filled:
+        return {}
+    rows = order_pairs(batch)
+    groups = int(batch.group_ids.unique().numel())
+    gaps = batch.rewards[rows[0::2]] - batch.rewards[rows[1::2]]
+    return {
+        "num_pairs": len(rows) / 2,
+        "num_ties": groups - len(rows) / 2,
+        "reward_gap": float(gaps.mean()) if rows else 0.0,
+    }
 
 
 # -- parts

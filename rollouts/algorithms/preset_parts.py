@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -100,6 +101,25 @@ def check_number(name: str, value: object, accepts: Callable[[Any], bool], expec
         raise ConfigError(f"{name} is {value!r}, expected {what}{', or None' if optional else ''}")
 
 
+_OBJECTIVE_NUMBERS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("beta", lambda x: x > 0, "more than 0"),
+    ("label_smoothing", lambda x: 0 <= x < 0.5, "in [0, 0.5)"),
+    ("gamma", lambda x: True, ""),
+    ("nll_coef", lambda x: x >= 0, "at least 0"),
+)
+
+
+def check_pair_objective(objective: Callable[..., Any], given: Mapping[str, float]) -> None:
+    """Raise ConfigError for a number out of its range, or one that the objective does not take."""
+    parameters, name = inspect.signature(objective).parameters, getattr(objective, "__name__", repr(objective))
+    taken = [key for key, _, _ in _OBJECTIVE_NUMBERS if key in parameters]
+    for key, accepts, expected in _OBJECTIVE_NUMBERS:
+        if key in given and key not in taken:
+            raise ConfigError(f"{key} is {given[key]!r}, but the loss {name} has none: it takes {' and '.join(taken) or 'no number'}")
+        if key in given:
+            check_number(key, given[key], accepts, expected)
+
+
 # -- columns that an algorithm reads, for its wrappers
 
 
@@ -137,6 +157,11 @@ def check_wraps(algorithm: object, wrapper: str, *, corrects: bool = True) -> No
         name = getattr(algorithm, "__name__", None) if callable(algorithm) else None
         found = repr(algorithm) if name is None else f"the function {name}"
         raise ConfigError(f"{wrapper}(...) was given {found}, expected an algorithm: write {wrapper}({name or 'grpo'}())")
+    if algorithm.compares_pairs:
+        raise ConfigError(
+            f"{wrapper}(...) was given an algorithm that compares pairs of whole answers with a reference: its loss reads no log-probs of "
+            f"the rollouts, and there is nothing to correct. Leave {wrapper}(...) out"
+        )
     if corrects and is_corrected(algorithm):
         raise ConfigError(
             f"{wrapper}(...) was given an algorithm that already has a correction, and its tokens would be weighted twice: "

@@ -34,6 +34,7 @@ from rollouts.algorithms.estimators import (
     estimate_group_relative,
     estimate_max_rl,
     estimate_opo,
+    estimate_pairs,
     estimate_pass_at_k,
     estimate_reinforce_plus_plus,
     estimate_reinforce_plus_plus_baseline,
@@ -41,11 +42,14 @@ from rollouts.algorithms.estimators import (
 from rollouts.algorithms.kl import KLEstimator, k1, k2, k3
 from rollouts.algorithms.loss_weights import fixed_length_mean, sample_mean, sample_sum, token_mean
 from rollouts.algorithms.losses import clipped_policy_loss, corrected_loss, gmpo_policy_loss, kl_cov_policy_loss, policy_loss
+from rollouts.algorithms.preference_objectives import PairObjective, dpo
+from rollouts.algorithms.preferences import paired_loss, paired_mean
 from rollouts.algorithms.preset_parts import (
     BOUNDED_RATIO,
     check_clip,
     check_epsilon,
     check_number,
+    check_pair_objective,
     check_wraps,
     fill_penalty,
     fill_terms,
@@ -756,6 +760,53 @@ def gkd(beta: float = 0.5, coef: float = 1.0, reward_coef: float = 0.0, clip_low
         loss=partial(divergence_loss, coef=coef, beside=rewards),
         requires=frozenset({"rollout_log_probs", "teacher_tops"}),
         reads_rewards=reward_coef > 0,
+    )
+
+
+# -- preferences among rollouts
+
+
+def online_dpo(
+    loss: PairObjective = dpo,
+    beta: float | None = None,
+    label_smoothing: float | None = None,
+    gamma: float | None = None,
+    nll_coef: float | None = None,
+    min_difference: float = 0.0,
+) -> Algorithm:
+    """The best and the worst answer of each group are a pair; loss = mean over pairs of -log sigmoid(beta h).
+
+    h = log(p(best) / p_ref(best)) - log(p(worst) / p_ref(worst))
+
+    When: only an order of answers is to be trusted, as of a reward model or of a judge that compares them (PairwiseJudge); rewards count by
+    their order alone. A group of equal rewards makes no pair and is not trained on; the other answers of a group are not, either.
+
+    Args:
+        loss: of the pairs: dpo, cdpo, robust, ipo, slic, simpo or orpo (preference_objectives.py); kto compares no pairs.
+        beta: strength of the pull to the reference, more than 0, or what the loss calls beta; None = the default of the loss, 0.1, for
+            simpo 2.
+        label_smoothing: share of pairs that are expected to be the wrong way round, in [0, 0.5), of cdpo and robust; None = 0.1.
+        gamma: margin of simpo, a finite number; None = 1.
+        nll_coef: weight of the negative log-likelihood of the best answer, at least 0, of dpo and slic; None = 0.
+        min_difference: least difference of the two rewards of a pair, at least 0; equal rewards never make one.
+
+    Source: Guo et al. 2024 (Direct language model alignment from online AI feedback), with the best and the worst of any number of answers.
+    Of two answers with different rewards, values and gradients are those of TRL's OnlineDPOTrainer; ipo compares log-probs per token, as
+    TRL's DPOTrainer.
+    """
+    numbers = {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma, "nll_coef": nll_coef}
+    given = {name: number for name, number in numbers.items() if number is not None}
+    check_pair_objective(loss, given)
+    check_number("min_difference", min_difference, lambda x: x >= 0, "at least 0")
+    objective = loss(**given)
+    if not objective.compares_pairs:
+        raise ConfigError("loss is kto, which compares no pairs: choose dpo, cdpo, robust, ipo, slic, simpo or orpo")
+    return Algorithm(
+        estimate=partial(estimate_pairs, min_difference=min_difference),
+        weigh=paired_mean,
+        loss=partial(paired_loss, loss=objective.loss),
+        requires=frozenset({"ref_log_probs"} if objective.needs_reference else set[str]()),
+        compares_pairs=True,
     )
 
 

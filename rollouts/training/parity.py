@@ -170,5 +170,5 @@ def act_on_difference(difference: LogProbDifference, config: ParityConfig, algor
 
 
 def correct(algorithm: Algorithm, config: ParityConfig) -> Algorithm:
-    """Return the algorithm with its loss corrected for an engine that differs, unless it is corrected already."""
-    return algorithm if is_corrected(algorithm) else truncated(algorithm, cap=config.cap)
+    """Return the algorithm with its loss corrected for an engine that differs, unless it is corrected, or reads no engine's log-probs."""
+    return algorithm if is_corrected(algorithm) or algorithm.compares_pairs else truncated(algorithm, cap=config.cap)

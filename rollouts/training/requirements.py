@@ -64,7 +64,12 @@ def check_requirements(
         raise ConfigError(f"the algorithm requires {unknown}, which this loop cannot fill; it can fill {sorted(FILLABLE)}")
     if "ref_log_probs" in algorithm.requires and reference is None:
         raise ConfigError(
-            "the algorithm requires ref_log_probs (it has a KL term): pass reference=backend of the frozen model, or set kl_coef=0"
+            "the algorithm requires ref_log_probs (it compares with a reference): pass reference=backend of the frozen model"
+            + (", or choose a loss without one: simpo or orpo" if algorithm.compares_pairs else ", or set kl_coef=0")
+        )
+    if controls_kl and algorithm.compares_pairs:
+        raise ConfigError(
+            "kl_control is set, but the algorithm has no KL term: beta of its loss is the pull to the reference. Set kl_control=None"
         )
     if controls_kl and "ref_log_probs" not in algorithm.requires:
         raise ConfigError(

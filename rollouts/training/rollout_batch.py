@@ -20,6 +20,7 @@ from rollouts.algorithms.gigpo_steps import describe_turns, word_turn
 from rollouts.algorithms.kl_control import measure_kl
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import value_loss
+from rollouts.algorithms.preferences import measure_pairs
 from rollouts.backends.protocol import BackendFeature, TrainingBackend, get_backend_features, require_backend_feature
 from rollouts.batches import plan_minibatches, select_rows
 from rollouts.config import BadNumbers
@@ -190,15 +191,15 @@ def columns_from_loss(algorithm: Algorithm, *, num_updates: int, measures_kl: bo
 def deal_minibatches(batch: TrainBatch, num_minibatches: int, *, seed: int) -> list[TrainBatch]:
     """Deal rows at random to mini-batches with nearly equal numbers of trained rows, and nearly equal numbers of other rows.
 
-    Rows without a trained token have no gradient, but may count in an algorithm's denominators. There are at most as many mini-batches as
-    trained rows: an update without any gradient would only move the optimizer's averages.
+    The two rows of a pair stay together. Rows without a trained token have no gradient, but may count in an algorithm's denominators. There
+    are at most as many mini-batches as trained rows, or pairs: an update without any gradient would only move the optimizer's averages.
     """
     trained = find_trained_rows(batch)
     others = sorted(set(range(batch.num_rows)) - set(trained))
     assert trained, "no row of the batch has a token to train on"
-    count = min(num_minibatches, len(trained))
-    plan = plan_minibatches([0] * len(trained), count, seed=seed)
-    return [select_rows(batch, [*(trained[k] for k in part), *others[i::count]]) for i, part in enumerate(plan)]
+    units: list[int] = trained if batch.pair_ids is None else batch.pair_ids[trained].tolist()
+    plan = plan_minibatches(units, min(num_minibatches, len(set(units))), seed=seed, whole_groups=True)
+    return [select_rows(batch, [*(trained[k] for k in part), *others[i :: len(plan)]]) for i, part in enumerate(plan)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +254,8 @@ async def train_on_rollouts(
     Returns: token-weighted means over the optimizer steps; num_tokens is their sum; lr is the last one's; num_updates. With a critic:
         critic_loss, critic_grad_norm, critic_lr, value_mean, value_clip_fraction, and explained_variance of the values before the
         update. With a reference: reference_kl, see measure_kl, from old_log_probs or, if only the loss fills these, from
-        rollout_log_probs. With a teacher: the metrics of measure_teacher. With plan.kl_coef: kl_coef. With an algorithm that compares
-        turns: the metrics of summarize_anchors; this module's logger logs the terms of each advantage at DEBUG.
+        rollout_log_probs. With a teacher: the metrics of measure_teacher. With pairs: those of measure_pairs. With plan.kl_coef: kl_coef.
+        With an algorithm that compares turns: those of summarize_anchors; this module's logger logs the terms of each advantage at DEBUG.
     """
     plan = plan or UpdatePlan()
     if not find_trained_rows(batch):
@@ -262,7 +263,7 @@ async def train_on_rollouts(
     num_updates = 0 if plan.only_critic else plan.num_epochs * plan.num_minibatches
     skipped = columns_from_loss(algorithm, num_updates=num_updates, measures_kl=plan.kl_coef is not None)
     batch = await fill_columns(
-        replace(batch, skip_redundant=plan.skip_redundant),
+        replace(batch, skip_redundant=plan.skip_redundant, kept=None if algorithm.compares_pairs else batch.kept),
         algorithm,
         backend,
         reference,
@@ -337,6 +338,8 @@ async def _take_steps(
     Args:
         skipped: columns that the loss takes from its own pass.
     """
+    if batch.pair_ids is not None and not find_trained_rows(batch):  # all groups are tied
+        return {"num_tokens": 0.0, "num_updates": 0.0}
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=plan.max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     if batch.recorded is not None:
@@ -381,6 +384,7 @@ def _estimate(batch: TrainBatch, algorithm: Algorithm, kl_coef: float | None, sa
     batch = algorithm.estimate(batch)
     if batch.advantages is not None:
         batch = check_advantages(batch)  # a user's estimator may not have checked them
+    metrics |= measure_pairs(batch, compares_pairs=algorithm.compares_pairs)
     if batch.turns is not None and batch.turns.levels is not None:
         metrics |= summarize_anchors(batch.turns.levels.anchors)
         _tell_turns(batch.turns.levels, samples)

@@ -16,6 +16,7 @@ import trio
 from torch import Tensor
 
 from rollouts.algorithms.losses import merge_metrics
+from rollouts.algorithms.preferences import order_pairs, split_pairs
 from rollouts.backends.futures import TrainFuture
 from rollouts.backends.protocol import (
     BackendFeature,
@@ -154,12 +155,7 @@ def submit_optimizer_step(
     Raises: ConfigError for a router_balance_coef that the backend cannot apply.
     """
     batch = select_trained_rows(replace(batch, loss_weights=weigh(batch)))
-    plan = [
-        [rows[i] for i in part]
-        for rows in split_by_gradient(backend, batch)
-        for part in plan_backend_microbatches(backend, select_rows(batch, rows), max_tokens_per_microbatch)
-    ]
-    micro = [select_rows(batch, rows) for rows in plan]
+    micro = _split_step(backend, batch, max_tokens_per_microbatch)
     counts: tuple[Future[None], ...] = ()
     if router_balance_coef:
         balancing = require_balance(backend)
@@ -168,6 +164,18 @@ def submit_optimizer_step(
             counts = tuple(balancing.count_experts(part) for part in micro)
     parts = tuple(backend.forward_backward(part, loss, with_entropy=with_entropy) for part in micro)
     return PendingOptimizerStep(parts=parts, update=backend.optim_step(), counts=counts)
+
+
+def _split_step(backend: TrainingBackend, batch: TrainBatch, max_tokens: int) -> list[TrainBatch]:
+    """Split the trained rows of a step into the batches of its calls; of a batch with pair_ids each holds whole pairs, side by side."""
+    if batch.pair_ids is not None:
+        return split_pairs(select_rows(batch, order_pairs(batch)), max_tokens=max_tokens, num_shards=count_shards(backend))
+    plan = [
+        [rows[i] for i in part]
+        for rows in split_by_gradient(backend, batch)
+        for part in plan_backend_microbatches(backend, select_rows(batch, rows), max_tokens)
+    ]
+    return [select_rows(batch, rows) for rows in plan]
 
 
 def require_balance(backend: TrainingBackend) -> RoutesExperts:

@@ -30,6 +30,7 @@ from rollouts.algorithms.estimators import (
 )
 from rollouts.algorithms.kl import abs_kl, k1, k2, k3
 from rollouts.algorithms.loss_weights import trained_mask
+from rollouts.algorithms.preference_objectives import cdpo, ipo, kto, simpo
 from rollouts.algorithms.presets import (
     chain,
     cispo,
@@ -47,6 +48,7 @@ from rollouts.algorithms.presets import (
     gspo,
     kl_cov,
     max_rl,
+    online_dpo,
     opd,
     opo,
     pass_at_k,
@@ -101,6 +103,15 @@ CASES: dict[str, tuple[Algorithm, Callable[[Step], Any]]] = {
     "opd, all terms": (opd(0.5, 2.0, 0.9, bound=0.4), partial(oracles_algorithms.opd, coef=0.5, reward_coef=2.0, gamma=0.9, bound=0.4)),
     "gkd": (gkd(), oracles_algorithms.gkd),
     "gkd, with rewards": (gkd(coef=0.3, reward_coef=2.0), partial(oracles_algorithms.gkd, coef=0.3, reward_coef=2.0)),
+    "online_dpo": (online_dpo(), oracles_algorithms.online_dpo),
+    "online_dpo, ipo, clear ones": (
+        online_dpo(loss=ipo, beta=0.3, min_difference=1.0),
+        partial(oracles_algorithms.online_dpo, loss="ipo", beta=0.3, min_difference=1.0),
+    ),
+    "online_dpo, simpo": (
+        online_dpo(loss=simpo, beta=1.5, gamma=0.4),
+        partial(oracles_algorithms.online_dpo, loss="simpo", beta=1.5, gamma=0.4),
+    ),
     "reinforce_plus_plus": (reinforce_plus_plus(0.1, 0.9), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.1, gamma=0.9)),
     "reinforce_plus_plus, no KL": (reinforce_plus_plus(0.0), partial(oracles_algorithms.reinforce_plus_plus, kl_coef=0.0)),
     "reinforce_plus_plus_baseline": (
@@ -252,7 +263,7 @@ def run(algorithm: Algorithm, log_probs: torch.Tensor, batch: TrainBatch, parts:
     estimated = algorithm.estimate(batch)
     step = replace(estimated, loss_weights=algorithm.weigh(estimated))
     total = torch.zeros((), dtype=torch.float64)
-    for rows in parts or [list(range(batch.num_rows))]:
+    for rows in keep_pairs(step, parts or [list(range(batch.num_rows))]):
         micro = select_rows(step, rows)
         own = leaf[rows, : micro.tokens.shape[1]]
         loss, metrics = algorithm.loss(TokenOutputs(log_probs=own, entropy=entropy_of(own), divergence=divergence_of(own)), micro)
@@ -260,6 +271,19 @@ def run(algorithm: Algorithm, log_probs: torch.Tensor, batch: TrainBatch, parts:
         loss.backward()
         total = total + loss.detach()
     return total, leaf.grad
+
+
+def keep_pairs(step: TrainBatch, parts: list[list[int]]) -> list[list[int]]:
+    """The parts with the two rows of a pair in that of the first, as the loop keeps them."""
+    if step.pair_ids is None:
+        return parts
+    ids = step.pair_ids.tolist()
+    whole: list[list[int]] = []
+    for part in parts:
+        taken = {row for rows in whole for row in rows}
+        own = [row for row in part if row not in taken]
+        whole.append([*own, *(k for row in own for k, pair in enumerate(ids) if pair == ids[row] >= 0 and k not in own and k not in taken)])
+    return [part for part in whole if part]
 
 
 def run_oracle(oracle: Callable[[Step], Any], log_probs: torch.Tensor, batch: TrainBatch):
@@ -315,6 +339,8 @@ def test_value_and_gradient_of_each_preset_are_the_papers(name: str, seed: int, 
 def test_micro_batches_row_order_padding_and_garbage_change_nothing(name: str, seed: int, cut: int):
     algorithm, _ = CASES[name]
     log_probs, batch = make_rollouts(seed, 6, 5, with_greedy=name == "remax")
+    if algorithm.compares_pairs:  # of equal rewards the first row counts
+        batch = replace(batch, rewards=batch.rewards + 1e-3 * torch.arange(6))
     batch = with_columns(algorithm, batch, seed)
     loss, gradient = run(algorithm, log_probs, batch)
     order = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -405,6 +431,9 @@ def weigh_on_a_rank(algorithm: Algorithm, batch: TrainBatch, all_reduce: AllRedu
     mask = trained_mask(batch)
     if "num_tokens" in inspect.signature(algorithm.weigh).parameters:
         return partial(algorithm.weigh, num_tokens=float(all_reduce(mask.sum())))(batch)
+    if "num_pairs" in inspect.signature(algorithm.weigh).parameters:
+        assert batch.pair_ids is not None
+        return partial(algorithm.weigh, num_pairs=float(all_reduce((batch.pair_ids >= 0).sum())) / 2)(batch)
     return partial(algorithm.weigh, num_rows=float(all_reduce((mask.sum(1) > 0).sum())))(batch)
 
 
@@ -471,7 +500,7 @@ def test_equal_rewards_give_a_policy_gradient_of_zero_and_nothing_that_is_not_fi
         return
     estimated = algorithm.estimate(batch)
     assert float(estimated.advantages.abs().sum()) == 0.0
-    if not algorithm.requires & {"ref_log_probs", "entropy"}:
+    if algorithm.compares_pairs or not algorithm.requires & {"ref_log_probs", "entropy"}:
         assert float(gradient.abs().sum()) == 0.0
     else:  # what is left is the gradient of the KL and entropy terms, whatever the clip
         other = dict(algorithm.loss.keywords) | {"low": 0.5, "high": 0.5, "dual": None}
@@ -561,7 +590,8 @@ def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_
     log_probs, batch = far_off(columns, log_ratio, with_columns(algorithm, batch, 3), log_probs)
     estimated = to_float32(algorithm.estimate(batch))
     for sign in (1.0, 0.0, -1.0):
-        step = replace(estimated, advantages=sign * estimated.loss_mask, loss_weights=algorithm.weigh(estimated))
+        advantages = sign * estimated.loss_mask if estimated.pair_ids is None else estimated.advantages  # which say whom to prefer
+        step = replace(estimated, advantages=advantages, loss_weights=algorithm.weigh(estimated))
         leaf = log_probs.float().requires_grad_()
         loss, metrics = algorithm.loss(TokenOutputs(log_probs=leaf, entropy=entropy_of(leaf), divergence=divergence_of(leaf)), step)
         loss.backward()
@@ -570,7 +600,8 @@ def test_a_token_far_off_leaves_loss_gradient_and_metrics_finite(name: str, log_
         assert bool(torch.isfinite(leaf.grad).all())
         assert bool(torch.isfinite(leaf.grad.norm()))
         assert all(bool(torch.isfinite(value)) for value in metrics.values()), metrics
-        if sign == 0.0 and not algorithm.requires & {"ref_log_probs", "entropy", "teacher_tops"} and step.selected is None:
+        others = algorithm.requires & {"ref_log_probs", "entropy", "teacher_tops"}
+        if sign == 0.0 and not others and step.selected is None and step.pair_ids is None:
             assert float(leaf.grad.abs().sum()) == 0.0
 
 
@@ -639,6 +670,12 @@ BAD = [
     (partial(decoupled, grpo()), {"floor": -1.0}, "floor"),
     (partial(decoupled, grpo()), {"floor": 6.0}, "floor"),
     (partial(truncated, grpo()), {"cap": -2.0}, "cap"),
+    (online_dpo, {"beta": 0.0}, "beta"),
+    (online_dpo, {"beta": float("nan")}, "beta"),
+    (online_dpo, {"min_difference": -0.1}, "min_difference"),
+    (online_dpo, {"nll_coef": -1.0}, "nll_coef"),
+    (online_dpo, {"loss": cdpo, "label_smoothing": 0.5}, "label_smoothing"),
+    (online_dpo, {"loss": simpo, "gamma": float("inf")}, "gamma"),
     (dr_grpo, {"max_tokens": float("inf")}, "max_tokens"),
     (grpo, {"kl_coef": float("inf")}, "kl_coef"),
     (grpo, {"epsilon": float("inf")}, "epsilon"),
@@ -725,6 +762,21 @@ def test_tokens_are_not_weighted_twice(outer: Callable[..., Algorithm], inner: C
     with pytest.raises(ConfigError, match=f"^{outer.__name__}.*already has a correction"):
         outer(inner(grpo()))
     assert outer(recomputed(grpo())).requires >= {"old_log_probs"}
+
+
+@pytest.mark.parametrize("wrap", [decoupled, truncated, recomputed])
+def test_pairs_that_read_no_log_probs_of_rollouts_are_not_corrected(wrap: Callable[..., Algorithm]):
+    with pytest.raises(ConfigError, match=f"{wrap.__name__}.*compares pairs.*Leave {wrap.__name__}"):
+        wrap(online_dpo())
+
+
+def test_a_loss_of_pairs_takes_its_own_numbers_alone():
+    with pytest.raises(ConfigError, match=r"gamma is 0\.5, but the loss ipo has none: it takes beta"):
+        online_dpo(loss=ipo, gamma=0.5)
+    with pytest.raises(ConfigError, match="kto, which compares no pairs"):
+        online_dpo(loss=kto)
+    assert online_dpo().requires == {"ref_log_probs"}
+    assert online_dpo(loss=simpo).requires == frozenset()
 
 
 def test_decoupled_is_the_algorithm_itself_where_all_three_policies_agree():

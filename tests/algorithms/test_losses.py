@@ -577,7 +577,7 @@ def test_algorithms_are_values(name):
     assert copy.requires == algorithm.requires
     assert repr(copy) == repr(algorithm)
     assert "lambda" not in repr(algorithm)
-    assert {f.name for f in fields(algorithm)} == {"estimate", "weigh", "loss", "requires", "loss_only", "reads_rewards"}
+    assert {f.name for f in fields(algorithm)} == {"estimate", "weigh", "loss", "requires", "loss_only", "reads_rewards", "compares_pairs"}
 
 
 def test_a_kl_term_asks_for_a_reference_and_its_absence_does_not():

@@ -182,3 +182,54 @@ def test_two_processes_train_as_one(tmp_path: Path):
         for key in ("loss", "grad_norm", "eval_loss", "eval_pair_margin"):
             assert (key in theirs) == (key in ours), key
             assert theirs.get(key, 0.0) == pytest.approx(ours.get(key, 0.0), rel=5e-3, abs=1e-4)
+
+
+ONLINE = (
+    "--mode rl --model.hidden-size 32 --model.num-layers 1 --model.intermediate-size 32 --num-threads 1 --evaluation.num-prompts 4 "
+    "--rl.num-steps 4 --rl.prompts-per-step 3 --rl.samples-per-prompt 4 --rl.num-minibatches 2 --checkpoint.rl-every 2 --rl.eval-every 0 "
+    "--rl.optimizer.schedule constant --rl.optimizer.lr 3e-3"
+).split()
+
+
+@pytest.fixture
+def judged(tmp_path: Path) -> list[str]:
+    """A reward that tells answers of random weights apart."""
+    (tmp_path / "reward.py").write_text("def count(sample):\n    return float(sum(sample.tokens) % 5)\n")
+    return ["--reward.function", f"{tmp_path / 'reward.py'}:count"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--algorithm", "online_dpo(beta=0.5)"],
+        ["--algorithm", "online_dpo(loss=ipo)", "--lora.rank", "2", "--rl.asynchronous.enabled", "--rl.asynchronous.max-staleness", "0"],
+    ],
+    ids=["synchronous", "asynchronous, adapters"],
+)
+def test_pairs_of_ones_own_rollouts_are_trained_on_and_a_run_goes_on_as_it_was(options: list[str], judged: list[str], tmp_path: Path):
+    whole, parts, base = tmp_path / "whole", tmp_path / "parts", [*ONLINE, *judged, *options, "--quiet"]
+    assert run(*base, "--output-dir", whole) == 0
+    assert run(*base, "--output-dir", parts, "--rl.num-steps", 2) == 0
+    assert run("--quiet", "--output-dir", parts, "--resume", "--rl.num-steps", 4) == 0
+    lines = [line for line in values(whole / "metrics.jsonl") if line["step"] > 0]
+    assert [line for line in values(parts / "metrics.jsonl") if line["step"] > 0] == lines
+    assert all(line["num_pairs"] + line["num_ties"] == 3 and line["num_pairs"] > 0 for line in lines)
+    assert {"loss", "reward_margin", "reward_gap", "reference_kl", "entropy", "reward_mean"} <= set(lines[-1])
+    ours, theirs = (load_file(next((path / "rl" / "checkpoints" / "step_0004").glob("*model.safetensors"))) for path in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--algorithm", "online_dpo(loss=kto)"], "one of dpo, cdpo, robust, ipo, slic, simpo, orpo"),
+        (["--algorithm", "online_dpo(loss=ipo, gamma=1)"], "gamma is 1.0, but the loss ipo has none: it takes beta"),
+        (["--algorithm", "decoupled(online_dpo)"], "compares pairs of whole answers.*Leave decoupled"),
+        (["--algorithm", "online_dpo", "--rl.kl-control.kl-coef", "0.1"], "has no KL term"),
+        (["--algorithm", "online_dpo(loss=simpo)", "--reference.path", "x"], "reference.path is 'x', but .*has no"),
+    ],
+)
+def test_online_settings_that_cannot_work_are_refused(options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(*ONLINE, *options, "--output-dir", tmp_path / "run") == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+    assert not (tmp_path / "run").exists()

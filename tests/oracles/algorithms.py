@@ -395,6 +395,38 @@ def gkd(
     return per_token(step, token_loss)
 
 
+def online_dpo(step: Step, loss: str = "dpo", beta: float = 0.1, gamma: float = 1.0, min_difference: float = 0.0) -> Number:
+    """Guo et al. 2024, with the best and the worst answer of each group; the loss of a pair is Rafailov et al. 2023, equation 7."""
+    losses: list[Number] = []
+    for group in sorted(set(step.groups)):
+        rows = [b for b in step.rows() if step.groups[b] == group]
+        if not rows:
+            continue
+        best, worst = max(rows, key=lambda b: step.rewards[b]), min(rows, key=lambda b: step.rewards[b])
+        difference = step.rewards[best] - step.rewards[worst]
+        if difference == 0 or difference < min_difference:
+            continue
+
+        def log_prob(b: int, of: Sequence[Sequence[Number]], *, average: bool = False) -> Number:
+            total = sum(step.mask[b][t] * of[b][t] for t in step.places(b))
+            return total / sum(step.mask[b]) if average else total
+
+        if loss == "dpo":
+            h = sum(sign * (log_prob(b, step.log_probs) - log_prob(b, step.ref)) for b, sign in ((best, 1), (worst, -1)))
+            losses.append((1 + (-beta * h).exp()).log())
+        elif loss == "ipo":
+            h = sum(
+                sign * (log_prob(b, step.log_probs, average=True) - log_prob(b, step.ref, average=True))
+                for b, sign in ((best, 1), (worst, -1))
+            )
+            losses.append((h - 1 / (2 * beta)) ** 2)
+        else:
+            assert loss == "simpo", f"loss is {loss!r}"
+            h = log_prob(best, step.log_probs, average=True) - log_prob(worst, step.log_probs, average=True)
+            losses.append((1 + (-(beta * h - gamma)).exp()).log())
+    return sum(losses) / len(losses) if losses else 0.0
+
+
 def reinforce_plus_plus(
     step: Step, kl_coef: float = 0.01, gamma: float = 1.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> Number:  # fmt: skip

@@ -18,6 +18,7 @@ RUNS = {
     "ppo": "--mode rl --rl.algorithm ppo(kl_coef=0.02) --rl.kl-control.target 0.1",
     "async": "--mode rl --rl.algorithm decoupled(dapo(clip_high=0.28),cap=5.0) --rl.asynchronous.enabled --rl.asynchronous.max-staleness 2",
     "segment-wise": "--mode rl --rl.asynchronous.enabled --rl.asynchronous.max-staleness 2 --enable-segment-wise-ppo",
+    "online_dpo": "--mode rl --rl.algorithm online_dpo",
     "gigpo": "--task grid_world --rl.algorithm gigpo",
     "tools": "--task calculator",
 }

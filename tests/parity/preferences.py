@@ -11,7 +11,7 @@ import torch
 from samples import make_batch
 from torch import Tensor
 
-from parity.mapping import Parity
+from parity.mapping import Parity, Rule
 from rollouts.algorithms.kto import kto_loss, kto_reference_point
 from rollouts.algorithms.loss_weights import sample_mean
 from rollouts.algorithms.preferences import (
@@ -19,14 +19,18 @@ from rollouts.algorithms.preferences import (
     dpo_loss,
     hinge_pair_loss,
     ipo_pair_loss,
+    measure_pairs,
     odds_ratio_loss,
+    order_pairs,
     pair_mean,
+    paired_loss,
     preference_loss,
     robust_pair_loss,
     sigmoid_pair_loss,
     simpo_pair_loss,
     smoothed_pair_loss,
 )
+from rollouts.algorithms.presets import online_dpo
 from rollouts.types import TokenOutputs
 
 
@@ -118,6 +122,45 @@ def cpo(
     return {"loss": loss, "rewards_chosen": metrics["reward_chosen"], "rewards_rejected": metrics["reward_rejected"]}
 
 
+def online(
+    logprobs: Tensor, ref_logprobs: Tensor, completion_mask: Tensor, rewards: Tensor, beta: float, loss_type: str
+) -> Mapping[str, Any]:
+    """Two answers to each prompt, the first ones before the second ones."""
+    algorithm = online_dpo(beta=beta)
+    if loss_type == "ipo":
+        objective = partial(preference_loss, beta=beta, pair_loss=ipo_pair_loss)
+        algorithm = replace(algorithm, loss=partial(paired_loss, loss=objective))
+    groups = torch.arange(len(rewards) // 2).repeat(2)
+    batch = algorithm.estimate(make_batch(completion_mask, ref_log_probs=ref_logprobs, group_ids=groups, rewards=rewards))
+    batch = replace(batch, loss_weights=algorithm.weigh(batch))
+    rows, sums = order_pairs(batch), (logprobs.detach() * completion_mask).sum(1)
+    refs = (ref_logprobs * completion_mask).sum(1)
+    chosen, rejected = rows[0::2], rows[1::2]
+    metrics = dpo_loss(sums[chosen], sums[rejected], refs[chosen], refs[rejected], beta=beta).metrics
+    return {
+        "loss": algorithm.loss(TokenOutputs(log_probs=logprobs), batch).loss,
+        "metrics": {
+            "rewards/chosen": metrics["reward_chosen"],
+            "rewards/rejected": metrics["reward_rejected"],
+            "rewards/margins": metrics["reward_margin"],
+            "rewards/accuracies": metrics["reward_accuracy"],
+            "logps/chosen": metrics["log_prob_chosen"],
+            "logps/rejected": metrics["log_prob_rejected"],
+            "objective/scores_margin": measure_pairs(batch)["reward_gap"],
+        },
+    }
+
+
+def is_tied(kwargs: Mapping[str, Any], _: Mapping[str, Any]) -> bool:
+    first, second = kwargs["rewards"].chunk(2)
+    return bool((first == second).any())
+
+
+TIED = Rule(
+    reason="two answers of equal rewards are a pair there, of which the first is preferred; here they are no pair",
+    applies=is_tied,
+    given={"rewards": torch.zeros_like},
+)
 BOTH = ("policy_chosen_logps", "policy_rejected_logps")
 MAPPINGS: dict[str, Parity] = {
     "trl_dpo": Parity(
@@ -126,6 +169,14 @@ MAPPINGS: dict[str, Parity] = {
         wrt=("per_token_logps",),
         grad_mask="completion_mask",
         note="IPO and sigmoid_norm take log-probs per token, which is average=True; rewards in the metrics are then per token, too",
+    ),
+    "trl_online_dpo": Parity(
+        run=online,
+        ours="presets.online_dpo (estimators.estimate_pairs, preferences.paired_loss)",
+        wrt=("logprobs",),
+        grad_mask="completion_mask",
+        rules=(TIED,),
+        note="IPO compares sums over answers there; online_dpo(loss=ipo) has log-probs per token, as DPOTrainer",
     ),
     "trl_kto": Parity(
         run=kto,

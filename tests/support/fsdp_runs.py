@@ -35,6 +35,7 @@ ALGORITHMS = {
     "decoupled": "decoupled(ppo)",
     "lora": "grpo(kl_coef=0.05)",
     "gkd": "gkd(beta=0.3, reward_coef=0.5)",
+    "online_dpo": "online_dpo(beta=0.5)",
 }
 CASES = ("sft", *ALGORITHMS)
 

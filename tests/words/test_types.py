@@ -175,7 +175,7 @@ def test_sampling_params_derivation():
 
 
 PER_ROW = {"lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions", "recorded",
-           "teacher_beta"}  # fmt: skip
+           "teacher_beta", "pair_ids"}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,12 @@ METRICS = {
     "dropped_fraction": "share of tokens with weight 0",
     "rollout_kl": "log p_rollout - log p_anchor, an estimate of KL(engine || trainer): near 0 unless rollouts are old",
     "teacher_divergence": "mean of the divergence from the teacher, as beta names it",
+    "reward_chosen": "beta log(p / p_ref) of the chosen answers, or what the loss takes for it: the reward that the policy stands for",
+    "reward_rejected": "the same of the rejected ones; if both fall, the policy forgets both",
+    "reward_margin": "their difference",
+    "reward_accuracy": "share of pairs whose chosen answer has the larger one: 0 before the first update, where both are 0",
+    "log_prob_chosen": "log-prob of a chosen answer",
+    "log_prob_rejected": "log-prob of a rejected one",
     "policy_weight": "mean of the weights that depend on the current policy",
     "selected": "share of tokens that the loss treats apart",
     "outside_fraction": "share of tokens that have left the trust region and lost their gradient",
@@ -102,6 +108,11 @@ CRITIC_METRICS = {
 TEACHER_METRICS = {
     "teacher_kl": "log p - log p_teacher before the update, an estimate of KL(policy || teacher) per token: what should fall",
     "teacher_doubt_fraction": "share of tokens that the teacher gives less than half of the policy's probability",
+}
+PAIR_METRICS = {
+    "num_pairs": "pairs of the step: groups whose best answer is better than their worst",
+    "num_ties": "groups without a pair, since all rewards are equal or too near",
+    "reward_gap": "difference of the rewards of a pair, mean",
 }
 TURN_METRICS = {
     "num_anchors": "states of a group in which an action began",
@@ -220,6 +231,7 @@ def describe_metrics(name: str) -> list[tuple[str, str]]:
             rows |= {metric: f"with {switch} > 0: {METRICS[metric]}" for metric in more}
     rows |= CRITIC_METRICS if "values" in algorithm.requires else {}
     rows |= TEACHER_METRICS if {"teacher_log_probs", "teacher_tops"} & algorithm.requires else {}
+    rows |= PAIR_METRICS if algorithm.compares_pairs else {}
     return list((rows | (TURN_METRICS if "turns" in algorithm.requires else {})).items())
 
 

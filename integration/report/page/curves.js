@@ -3,7 +3,7 @@
 
 const STAGES = ["rl", "dpo", "sft", "reward_model"];  // the newest first, as the verdicts above them
 const WATCHED = {
-  rl: ["reward_mean", "eval_accuracy", "eval_accuracy_sampled", "loss", "entropy", "approx_kl", "reference_kl", "clip_fraction", "grad_norm",
+  rl: ["reward_mean", "eval_accuracy", "eval_accuracy_sampled", "loss", "entropy", "approx_kl", "reference_kl", "reward_margin", "num_ties", "clip_fraction", "grad_norm",
     "zero_std_fraction", "response_length_mean", "truncated_fraction", "staleness_mean", "lr", "tokens_per_s", "step_s"],
   dpo: ["loss", "eval_loss", "eval_pair_accuracy", "eval_pair_margin", "eval_accuracy", "reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected",
     "grad_norm", "lr", "step_s"],

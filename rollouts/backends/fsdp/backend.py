@@ -214,7 +214,7 @@ class FSDPTrainingBackend:
         each must take part; a rank that leads (LeadingBackend) asks the others once a step.
         """
         self.check_rows(batch)
-        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, count_unit_rows(batch, self.rows_per_unit))
         part = self.forward_backward_shard(select_part(batch, plan[self.ranks.rank]), loss_fn, with_entropy=with_entropy)
         if self.num_shards == 1:
             return ImmediateTrainFuture(part, "forward_backward")
@@ -286,7 +286,7 @@ class FSDPTrainingBackend:
     def count_experts(self, batch: TrainBatch) -> ImmediateTrainFuture[None]:
         """Run forward and add the load of the experts on the rows of all ranks to that of the step."""
         self.check_rows(batch)
-        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, self.rows_per_unit)
+        plan = plan_rank_rows(batch.lengths.tolist(), self.num_shards, count_unit_rows(batch, self.rows_per_unit))
         self.count_experts_shard(select_part(batch, plan[self.ranks.rank]))
         return ImmediateTrainFuture(None, "count_experts")
 
@@ -567,6 +567,11 @@ def plan_rank_rows(lengths: Sequence[int], num_shards: int, rows_per_unit: int =
     units = [range(i, min(i + rows_per_unit, len(lengths))) for i in range(0, len(lengths), rows_per_unit)]
     plan = plan_shards([sum(lengths[row] for row in unit) for unit in units], num_shards)
     return [[row for i in part for row in units[i]] for part in plan]
+
+
+def count_unit_rows(batch: TrainBatch, rows_per_unit: int) -> int:
+    """Return the consecutive rows of a batch that one rank computes together: 2 if the loss compares its pairs."""
+    return rows_per_unit if batch.pair_ids is None else 2
 
 
 def select_part(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch | None:

@@ -10,7 +10,15 @@ from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from rollouts.backends.fsdp.backend import combine_metrics, combine_recorded, combine_rows, pack_recorded, plan_rank_rows, select_part
+from rollouts.backends.fsdp.backend import (
+    combine_metrics,
+    combine_recorded,
+    combine_rows,
+    count_unit_rows,
+    pack_recorded,
+    plan_rank_rows,
+    select_part,
+)
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.lora.adapters import adapters_off
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
@@ -260,7 +268,7 @@ class LeadingBackend:
             check_batch(batch, limits)
         if batch.routed_experts is not None:
             self._own.check_rows(batch)
-        unit = getattr(self._own, "rows_per_unit", 1) if rows_per_unit is None else rows_per_unit
+        unit = count_unit_rows(batch, getattr(self._own, "rows_per_unit", 1)) if rows_per_unit is None else rows_per_unit
         plan = plan_rank_rows(batch.lengths.tolist(), self._group.num_ranks, unit)
         return plan, [(select_part(batch, rows),) for rows in plan]
 
