@@ -160,6 +160,7 @@ METADATA_KEYS: Mapping[str, str] = MappingProxyType({
     "expression": "problem of the calculator's games",
     "start": "first cell of a grid world",
     "goal": "last cell of a grid world",
+    "verifiers_task": "data of a task of verifiers, for gateway.frameworks.verifiers",
 })  # fmt: skip
 """The keys of `metadata` that the library reads, with their meanings. All others are the user's alone: the library passes them through from
 a row of data to its prompt, its samples and the reward function. It writes none of them into a sample; rows become prompts with

@@ -356,7 +356,7 @@ def _create_own_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: s
         mixture=parse_mixture(data.mixture),
         columns=parse_columns(data.columns),
         lazy=data.streaming,
-        needs_truth=config.reward.function is None and not learns_without_rewards(config, mode),
+        needs_truth=config.reward.function is None and not config.agent.is_used and not learns_without_rewards(config, mode),
         num_heldout=num_heldout,
         max_length=data.max_length,
         truncate=data.truncate,
@@ -371,7 +371,7 @@ def _create_own_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: s
     else:
         rows = replace(rows, with_sft="sft" in mode, with_rl="rl" in mode)
         task = create_jsonl_task(tokenizer, rows, max_tokens=response_tokens(config))
-        if not rows.needs_truth and config.reward.function is None:
+        if config.reward.function is None and learns_without_rewards(config, mode):
             task = leave_unscored(task)
     return task
 

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from chat_templates import CHATML, create_tokenizer
+from contract_engines import save_model
 
 from integration.gateway import main as serve
 from integration.settings.config import Config
 from integration.settings.episodes import AgentSection
 from integration.train import main
 from rollouts.errors import ConfigError
+from rollouts.testing import create_tiny_model
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -50,6 +53,25 @@ def test_a_program_that_reports_no_reward_ends_the_run_and_says_so(tmp_path: Pat
     command = f"{sys.executable} {tmp_path / 'agent.py'}"
     assert main([*SMALL, "--agent.command", command, "--output-dir", str(tmp_path / "run")]) != 0
     assert "reports no reward" in capsys.readouterr().err
+
+
+def test_rows_for_an_agent_that_reports_its_reward_need_no_right_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{k}+1=", "kept": k}) + "\n" for k in range(12)))
+    (tmp_path / "agent.py").write_text(
+        "import httpx\n\nasync def play(task):\n    async with httpx.AsyncClient(trust_env=False, timeout=None) as client:\n"
+        "        body = {'messages': [{'role': 'user', 'content': task.prompt.metadata['kept'] * '+'}]}\n"
+        "        await client.post(task.openai_base_url + '/chat/completions', json=body)\n    return 0.5\n"
+    )
+    tokenizer = create_tokenizer(CHATML)
+    save_model(create_tiny_model(vocab_size=len(tokenizer)), tokenizer, tmp_path / "model")
+    own = ["--task", "jsonl", "--model.path", "model", "--data.path", "rows.jsonl"]
+    few = [flag for flag in SMALL if flag not in ("--task", "calculator", "--model.hidden-size", "32", "--model.num-layers", "1")]
+    few = [*few, "--rl.num-steps", "1"]
+    assert main([*own, *few, "--agent.function", "agent.py:play", "--output-dir", "run"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward_mean"] for line in lines if "reward_mean" in line] == [0.5]
+    assert main([*own, *few, "--output-dir", "unjudged"]) == 2, "without an agent nothing judges such rows"
 
 
 @pytest.mark.parametrize(

@@ -211,3 +211,8 @@ OPENAI_AGENTS = _need(
     "set OPENAI_AGENTS_PYTHON to the Python of an environment in which `pip install openai-agents` was run",
 )
 MCP = _need(importlib.util.find_spec("mcp") is not None, "the package mcp", "pip install 'rollouts-rl[mcp]'")
+VERIFIERS = _need(
+    importlib.util.find_spec("verifiers") is not None,
+    "the package verifiers",
+    "pip install 'rollouts-rl[verifiers]', in an environment of its own: it pins other packages",
+)
