@@ -132,7 +132,8 @@ async def evaluate_preferences(
     """Measure the loss and the implicit rewards of held-out rows, without dropout; every pair, or answer, counts the same.
 
     Returns: eval_loss; eval_pair_accuracy, the share of pairs whose chosen answer has the larger reward (of answers on their side of the
-        reference point for KTO); eval_pair_margin, the mean difference of the rewards; eval_reward_chosen and eval_reward_rejected.
+        reference point for KTO); eval_pair_margin, the mean difference of the rewards; eval_reward_chosen and eval_reward_rejected;
+        eval_num_pairs, the pairs, or labelled answers, that were measured.
         Of labelled answers that are all good, or all bad, the reward of the others and the margin are not known: the keys are left out.
     """
     assert rows, "there are no rows to measure"
@@ -165,7 +166,7 @@ def _summarize(found: Sequence[dict[str, float]], objective: PreferenceObjective
                 rewards[f"eval_reward_{kind}"] = sign * mean("reward_signed", some)
     if len(rewards) == 2:
         rewards["eval_pair_margin"] = rewards["eval_reward_chosen"] - rewards["eval_reward_rejected"]
-    return {"eval_loss": mean("loss"), "eval_pair_accuracy": mean("reward_accuracy"), **rewards}
+    return {"eval_loss": mean("loss"), "eval_pair_accuracy": mean("reward_accuracy"), **rewards, "eval_num_pairs": float(len(found))}
 
 
 async def train_preferences(

@@ -68,7 +68,8 @@ async def evaluate_reward_model(
 ) -> Metrics:
     """Measure the ranking of held-out pairs.
 
-    Returns: eval_loss, and the metrics of bradley_terry_loss as eval_accuracy, eval_margin, eval_score_chosen and eval_score_rejected.
+    Returns: eval_loss, and the metrics of bradley_terry_loss as eval_accuracy, eval_margin, eval_score_chosen and eval_score_rejected;
+        eval_num_pairs, the pairs that were measured.
     """
     chosen, rejected = await score_pairs(backend, pairs, pad_id=pad_id, max_tokens_per_microbatch=max_tokens_per_microbatch)
     loss, metrics = bradley_terry_loss(chosen, rejected, torch.tensor([pair.margin for pair in pairs]))
@@ -78,6 +79,7 @@ async def evaluate_reward_model(
         "eval_margin": float(metrics["score_margin"]),
         "eval_score_chosen": float(metrics["score_chosen"]),
         "eval_score_rejected": float(metrics["score_rejected"]),
+        "eval_num_pairs": float(len(pairs)),
     }
 
 

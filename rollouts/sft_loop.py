@@ -70,7 +70,7 @@ async def evaluate_sft(
         max_tokens_per_microbatch: real tokens in one forward pass; bounds memory, never changes a result.
 
     Returns: eval_loss, the mean negative log-likelihood of the trained tokens of all samples together, in nats; eval_perplexity,
-        exp(eval_loss); eval_num_tokens, the sum of the masks.
+        exp(eval_loss); eval_num_tokens, the sum of the masks; eval_num_demonstrations, the samples with a token to measure.
     Raises: DataError if no sample has a token with loss_mask > 0, or for a sample outside the model's limits.
     """
     trained = [sample for sample in samples if any(mask > 0 for mask in sample.loss_mask[1:])]
@@ -85,7 +85,8 @@ async def evaluate_sft(
         total -= float(torch.where(mask > 0, log_probs * mask, 0.0).sum())
         num_tokens += float(mask.sum())
     loss = total / num_tokens
-    return {"eval_loss": loss, "eval_perplexity": perplexity(loss), "eval_num_tokens": num_tokens}
+    counts = {"eval_num_tokens": num_tokens, "eval_num_demonstrations": float(len(trained))}
+    return {"eval_loss": loss, "eval_perplexity": perplexity(loss), **counts}
 
 
 def perplexity(loss: float) -> float:

@@ -194,7 +194,8 @@ def judge_progress(lines: Sequence[Line], num_held_out: float = 256) -> tuple[st
     than before it began (see measure_noise), is not called learning. Rewards that are all equal are told for themselves.
 
     Args:
-        num_held_out: held-out prompts or pairs. Lines of metrics have no number of them; evaluation.num_prompts is the most there can be.
+        num_held_out: held-out prompts or pairs, for lines without eval_num_prompts and eval_num_pairs, as runs wrote before these were
+            recorded; evaluation.num_prompts is the most there can be.
     """
     verdicts: list[str] = []
     for stage, key, name, sign in (
@@ -288,8 +289,14 @@ def measure_noise(first: float, last: float, n: float) -> float:
     return _CLEAR * math.sqrt(variance / n)
 
 
+def count_held_out(line: Line, key: str) -> float | None:
+    """Return the number of prompts, or pairs, that a line's held-out measure is the mean over; None if it does not say so."""
+    names = ("eval_num_prompts", "eval_num_pairs") if key == "eval_accuracy" else ("eval_num_pairs",)
+    return next((float(line[name]) for name in names if is_number(line.get(name)) and line[name] > 0), None)
+
+
 def describe_held_out(lines: Sequence[Line], stage: str, label: str, n: float) -> tuple[str, str]:
-    """Describe the held-out measure of a stage over at most n prompts.
+    """Describe the held-out measure of a stage. n: prompts or pairs that it is measured on, for lines that do not say so.
 
     Returns: the beginning of a verdict if the last value is clearly below the one from before the stage, otherwise ""; and a sentence with
         both and the best. Two times "" if the stage did not measure it.
@@ -310,7 +317,9 @@ def describe_held_out(lines: Sequence[Line], stage: str, label: str, n: float) -
     from_before = first_where.startswith("before") and len(points) > 1
     now = f"went from {first:.3g} {first_where} to {last:.3g} {where}" if from_before else f"is {last:.3g} {where}"
     at_best = ", its best" if best[1] == last else "" if from_before and best[1] == first else f"; its best was {best[1]:.3g} {best[0]}"
-    noise = measure_noise(first, last, n)
+    counts = [count for line in (*earlier, *own) if (count := count_held_out(line, key)) is not None]
+    noise = measure_noise(first, last, min(counts, default=n))
+    number = f" ({counts[-1]:,.0f} {'prompts' if 'eval_num_prompts' in own[-1] and has_answers else 'pairs'})" if counts else ""
     fallen = f"worse than before it by {measure}; " if from_before and first - last > noise else ""
     about = f", about as before (two standard errors are {noise:.2g})" if from_before and not fallen and last < first else ""
-    return fallen, f". {measure[0].upper()}{measure[1:]} {now}{about}{at_best}"
+    return fallen, f". {measure[0].upper()}{measure[1:]}{number} {now}{about}{at_best}"

@@ -61,6 +61,7 @@ class Evaluation:
         metrics = {
             f"eval_{name}": greedy[name] for name in ("accuracy", "response_length_mean", "response_length_max", "truncated_fraction")
         }
+        metrics["eval_num_prompts"] = greedy["num_samples"]
         graded = greedy.get("graded_fraction", 0.0)
         if self.config.evaluation.sampled:
             sampled, _ = await self._run(params)

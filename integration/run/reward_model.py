@@ -219,6 +219,7 @@ def summarize(lines: Sequence[dict[str, Any]], facts: dict[str, Any], config: Re
     return {
         "accuracy_before": evaluated[0]["eval_accuracy"] if evaluated[0]["step"] == 0 else None,
         "accuracy": last["eval_accuracy"],
+        "num_held_out": last.get("eval_num_pairs"),
         "margin": last["eval_margin"],
         "loss": last["eval_loss"],
         "steps": last["step"],

@@ -45,6 +45,7 @@ def summarize_run(lines: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], 
         **{f"accuracy_{name}": value if measure == "accuracy" else None for name, value in found.items()},
         **({} if measure == "accuracy" else {f"{measure}_{name}": value for name, value in found.items()}),
         "measure": measure,
+        "num_held_out": _last(lines, "eval_num_prompts"),
         "held_out_loss_before": first.get("eval_loss") if sft else None,
         "held_out_loss_after_sft": _last(sft, "eval_loss"),
         "seconds_sft": facts.get("seconds_sft"),
@@ -73,6 +74,7 @@ def _summarize_pairs(lines: Sequence[Mapping[str, Any]], config: Config) -> dict
         "accuracy_before": None if starts_there else first.get("eval_pair_accuracy"),
         "accuracy_after": _last(lines, "eval_pair_accuracy"),
         "margin_after": _last(lines, "eval_pair_margin"),
+        "num_held_out": _last(lines, "eval_num_pairs"),
         "trained_on": lines[-1]["step"] * config.preference.batch_size,
     }
 

@@ -59,6 +59,7 @@ def test_a_run_learns_from_generated_pairs_and_tells_what_it_learned(tmp_path: P
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["mode"] == "dpo" and summary["pairs"]["accuracy_after"] == lines[-1]["eval_pair_accuracy"]
     assert summary["pairs"]["trained_on"] == 32 and summary["seconds_dpo"] > 0
+    assert summary["pairs"]["num_held_out"] == lines[-1]["eval_num_pairs"] > 1
     out = capsys.readouterr().out
     assert "DPO: 32 pairs with dpo; held-out pairs whose chosen answer has the larger implicit reward:" in out
     assert (tmp_path / "run" / "curves.png").stat().st_size > 5000

@@ -211,6 +211,17 @@ def test_the_fall_is_judged_by_the_number_of_prompts_of_the_run(run: Path):
     assert "two standard errors are 0.68" in read_run(run).verdicts[0]
 
 
+def test_the_number_of_held_out_rows_that_an_evaluation_used_is_told_and_decides_what_is_noise(run: Path):
+    (run / "config.json").write_text(json.dumps({"evaluation": {"num_prompts": 4}}))
+    lines = [{"step": k, "stage": "rl", "reward_mean": 0.1, "eval_accuracy": 0.5 - 0.1 * k, "eval_num_prompts": 1000.0} for k in range(3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (told,) = read_run(run).verdicts
+    assert told.startswith("RL: worse than before it") and "Held-out accuracy (1,000 prompts) went from 0.5 before RL to 0.3" in told
+    pairs = [{"step": k, "stage": "dpo", "loss": 0.7, "eval_pair_accuracy": 0.5 - 0.1 * k, "eval_num_pairs": 7.0} for k in range(3)]
+    (told,) = judge_progress(pairs)
+    assert "hare of held-out pairs in order (7 pairs) went from 0.5" in told and "two standard errors are 0.51" in told
+
+
 @pytest.mark.parametrize(
     ("rewards", "more", "verdict"),
     [

@@ -89,6 +89,10 @@ def test_the_run_directory_holds_what_the_readme_says(finished):
     summary = json.loads((directory / "summary.json").read_text())
     assert {"accuracy_before", "accuracy_after_sft", "accuracy_after_rl", "seconds_sft", "seconds_rl", "samples", "seed"} <= set(summary)
     assert (summary["samples"], summary["seed"]) == (3 * 16, 0)
+    config = json.loads((directory / "config.json").read_text())
+    assert (
+        summary["num_held_out"] == config["evaluation"]["num_prompts"] == read_metrics(directory / "metrics.jsonl")[-1]["eval_num_prompts"]
+    )
     assert all(0 <= summary[k] <= 1 for k in ("accuracy_before", "accuracy_after_sft", "accuracy_after_rl"))
     assert "after RL" in out
     assert "\x1b" not in out  # no control codes in a pipe

@@ -180,7 +180,7 @@ async def test_a_reward_of_answers_that_are_not_there_is_not_known():
     rows = make_rows("kto")
     good = [row for row in rows if isinstance(row, Sample) and row.reward == 1]
     found = await evaluate_preferences(make_parts(), good, OBJECTIVES["kto"])
-    assert found.keys() == {"eval_loss", "eval_pair_accuracy", "eval_reward_chosen"}
+    assert found.keys() == {"eval_loss", "eval_pair_accuracy", "eval_reward_chosen", "eval_num_pairs"}
     assert {"eval_reward_rejected", "eval_pair_margin"} <= (await evaluate_preferences(make_parts(), rows, OBJECTIVES["kto"])).keys()
 
 

@@ -216,7 +216,7 @@ async def test_the_held_out_loss_is_that_of_a_plain_loop_over_transformers_howev
     monkeypatch.setattr("rollouts.sft_loop._EVALUATED_AT_ONCE", at_once)
     backend = PyTorchTrainingBackend(model, create_adamw_optimizer(model, lr=1e-3))
     found = await evaluate_sft(backend, samples, max_tokens_per_microbatch=max_tokens)
-    assert found["eval_num_tokens"] == count
+    assert found["eval_num_tokens"] == count and found["eval_num_demonstrations"] == len(samples)
     assert found["eval_loss"] == pytest.approx(total / count, rel=1e-6)
     assert found["eval_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
 
