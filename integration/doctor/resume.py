@@ -55,7 +55,7 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
 def shorten(mode: str) -> list[str]:
     """Return the options that make a run one of three steps that tells nobody: no logger hears of it, and nothing is published."""
     small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
-    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--trajectories.every", "0"]
+    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1"]
     small += ["--preference.num-steps", str(_STEPS), "--preference.checkpoint-every", "1"] if "dpo" in mode else []
     return [*small, "--push-to-hub", "None", "--loggers"]
 

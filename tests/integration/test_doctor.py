@@ -362,7 +362,13 @@ def test_the_short_runs_of_the_resume_check_publish_nothing_and_tell_no_logger()
     argv = ["--log", "wandb(project='mine')", "--push-to-hub", "me/mine", "--rl.num-steps", "500", *shorten("rl"), "--output-dir", "x"]
     command = parse_command_line(argv)
     assert (command.push_to_hub, command.config.loggers, command.config.rl.num_steps) == (None, (), 3)
-    assert command.config.output_dir == "x" and not command.config.trajectories.writes
+    assert command.config.output_dir == "x"
+    for own in (
+        ["--trajectories.groups", "2"],
+        ["--task", "calculator", "--trajectories.steps"],
+        ["--trajectories.condition", "math:isfinite"],
+    ):
+        assert parse_command_line([*own, *shorten("rl")]).config.trajectories == parse_command_line(own).config.trajectories
     for mode in ("dpo", "sft+dpo"):
         preference = parse_command_line(["--preference.num-steps", "500", *shorten(mode)]).config.preference
         assert (preference.num_steps, preference.checkpoint_every) == (3, 1), "a run of all its steps would take too long"
