@@ -39,6 +39,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "completion": Program("print the completion of this command for bash, zsh or fish", "integration.completion"),
         "eval": Program("evaluate models and checkpoints on tasks: accuracy, pass@k, maj@k, comparisons", "integration.eval.__main__"),
         "gateway": Program("serve a model behind the APIs of OpenAI and Anthropic, for programs that speak them", "integration.gateway"),
+        "tinker": Program("serve a model to the tinker client, to be trained and sampled on this machine", "integration.tinker"),
         "report": Program("write a page with the curves and the rollouts of runs, or serve it", "integration.report.__main__"),
         "doctor": Program("check a model, its tokenizer, data, reward and engine before a run", "integration.doctor.__main__"),
         "verify": Program("check a run directory: metrics, ledger, checkpoints, and where it can go on", "integration.verify.__main__"),

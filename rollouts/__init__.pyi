@@ -71,6 +71,7 @@ from .agents import *
 from .gateway import *
 from .training import *
 from .asynchronous import *
+from .tinker import *
 from .sft_loop import run_sft_training as run_sft_training
 from .reward_model_loop import train_reward_model as train_reward_model
 from .preference_loop import PreferenceParts as PreferenceParts, score_reference as score_reference, train_preferences as train_preferences

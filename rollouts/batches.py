@@ -110,13 +110,13 @@ def find_shared_prompts(batch: TrainBatch) -> SharedPrompts | None:
     """Find the longest beginning that the rows of each group have in common. A pure function of the batch.
 
     A row keeps at least its last token for itself. Outputs at a shared token are the same in all rows, and gradients add up, so it does
-    not matter whether the token is trained on. Nothing is shared where that would change more than rounding: rows of several contexts,
-    replayed experts, a load-balancing loss, sets that tokens were drawn from, divergences from a teacher, temperatures that differ within
-    a group.
+    not matter whether the token is trained on. Nothing is shared where that would change more than rounding: other targets than the
+    tokens, rows of several contexts, replayed experts, a load-balancing loss, sets that tokens were drawn from, divergences from a
+    teacher, temperatures that differ within a group.
 
     Returns: None if no rows share anything, or the batch does not allow it (TrainBatch.skip_redundant).
     """
-    own = (batch.context_ids, batch.routed_experts, batch.router_balance, batch.kept, batch.teacher_beta)
+    own = (batch.targets, batch.context_ids, batch.routed_experts, batch.router_balance, batch.kept, batch.teacher_beta)
     if not batch.skip_redundant or batch.num_rows < 2 or any(column is not None for column in own):
         return None
     rows, width = batch.tokens.shape

@@ -728,10 +728,9 @@ class TrainBatch:
     policy_versions: Tensor | None = None  # [B] float32, weight version of the trainer, equal in all rows: the version of the
     # engines, plus the fraction of the steps to the next sync that are done
     routed_experts: Tensor | None = None  # [B, T, routers, k] int16, experts to choose instead of the model's own choice; -1 = its own
-    kept: KeptSets | None = None  # [B, T] sets that tokens were drawn from, which log-probs and entropies run over; None = all from the
-    # whole vocabulary
-    context_ids: Tensor | None = None  # [B, T] int64, from 0 on and rising in each row: a token sees those of its own context only;
-    # None = each row is one context
+    targets: Tensor | None = None  # [B, T] int64, tokens whose log-probs are computed, each in place of the token there; None = the tokens
+    kept: KeptSets | None = None  # [B, T] sets that tokens were drawn from, for log-probs and entropies; None = the whole vocabulary
+    context_ids: Tensor | None = None  # [B, T] int64 rising from 0 in each row: a token sees its own context only; None = one context a row
     turns: Turns | None = None
     reward_components: RewardComponents | None = None
     advantages: Tensor | None = None  # [B, T]
@@ -762,8 +761,8 @@ class TrainBatch:
         assert self.tokens.dim() == 2, f"tokens has shape {tuple(self.tokens.shape)}, expected [B, T]"
         b, t = self.tokens.shape
         per_token = ("loss_mask", "rollout_log_probs", "old_log_probs", "prox_log_probs", "segment_log_probs", "segment_mask",
-                     "ref_log_probs", "teacher_log_probs", "values", "weight_versions", "context_ids", "advantages", "returns",
-                     "loss_weights", "importance_weights", "selected")  # fmt: skip
+                     "ref_log_probs", "teacher_log_probs", "values", "weight_versions", "targets", "context_ids", "advantages",
+                     "returns", "loss_weights", "importance_weights", "selected")  # fmt: skip
         check_shapes(**{name: (getattr(self, name), (b, t)) for name in per_token})
         per_row = ("lengths", "rewards", "group_ids", "trainable", "temperatures", "kl_coef", "router_balance", "policy_versions",
                    "teacher_beta", "pair_ids", "recorded")  # fmt: skip

@@ -265,6 +265,9 @@ def check_batch(batch: TrainBatch, limits: ModelLimits) -> None:
             f"the teacher names the token {int(batch.teacher_ids.max())}, but the policy has {limits.num_embeddings} embeddings: make the "
             f"teacher with create_reference_backend(..., tops_vocab_size={limits.num_embeddings})"
         )
+    if batch.targets is not None and not 0 <= int(batch.targets.min()) <= int(batch.targets.max()) < limits.num_embeddings:
+        bad = batch.targets[(batch.targets < 0) | (batch.targets >= limits.num_embeddings)]
+        raise DataError(f"a batch has the target {int(bad[0])}, outside the model's {limits.num_embeddings} embeddings")
     too_long = limits.context_length is not None and width > limits.context_length
     if not too_long and int(batch.tokens.min()) >= 0 and int(batch.tokens.max()) < limits.num_embeddings:
         return
@@ -424,6 +427,9 @@ def pack_batch(batch: TrainBatch, device: torch.device, *, share: bool = False) 
     if shared is not None:
         return pack_shared(batch.tokens, batch.lengths, shared)
     packed = pack_padded(batch.tokens, batch.lengths, batch.context_ids)
+    if batch.targets is not None:
+        targets = batch.targets.flatten()[packed.flat_index[packed.shift.positions]]
+        packed = replace(packed, shift=packed.shift._replace(targets=targets))
     if batch.kept is not None:
         predicted = packed.flat_index[packed.shift.positions]
         packed = replace(packed, kept=select_kept(batch.kept, lambda column: column.flatten()[predicted]))

@@ -15,7 +15,7 @@ WORDS = (
 )  # fmt: skip
 PACKAGES = (
     "algorithms", "chat", "sandbox", "environments", "data", "models", "backends", "engines", "rewards", "generation", "agents",
-    "gateway", "training", "asynchronous", "testing",
+    "gateway", "training", "asynchronous", "tinker", "testing",
 )  # fmt: skip
 LOOPS = ("sft_loop", "rl_loop", "async_rl_loop", "reward_model_loop", "preference_loop")
 FACADES = ("trainer",)  # over everything, chosen by strings; its names are its own, not those of `rollouts`

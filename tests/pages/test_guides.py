@@ -15,7 +15,7 @@ import rollouts
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {"engines.md": "Texts for prompts"}  # of pages that are run in part
-GUIDES = ("agents.md", "algorithms.md", "fleets.md", "gateway.md", "gigpo.md", "lora.md", "weight-sync.md", *SECTIONS)
+GUIDES = ("agents.md", "algorithms.md", "fleets.md", "gateway.md", "gigpo.md", "lora.md", "tinker.md", "weight-sync.md", *SECTIONS)
 MEASURED = ("mean reward:", "loss:")  # lines whose numbers may be others on other machines
 LEARN = {"agents.md": 1, "algorithms.md": 3}  # runs of the page, each of which prints "mean reward: A -> B"
 OF_TESTS = {"testing.md", "write-your-own.md"}  # pages about tests of one's own code

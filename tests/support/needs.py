@@ -90,6 +90,11 @@ SGLANG = _need(
 TRL = _need(
     bool(os.environ.get("TRL_PYTHON")), "TRL", "set TRL_PYTHON to the Python of an environment in which `pip install -e . trl` was run"
 )
+TINKER = _need(
+    bool(os.environ.get("TINKER_PYTHON")),
+    "the packages tinker and tinker_cookbook",
+    "set TINKER_PYTHON to the Python of an environment with them, made as .ci/run makes it",
+)
 
 
 @functools.cache

@@ -70,7 +70,9 @@ def create_jax_state(weights: Weights, rule: AdamW) -> JAXTrainState:
 
 
 def _pack_whole(batch: TrainBatch) -> PackedRows:
-    """Plan the packing of a batch's rows. Raises DataError if tokens were drawn from less than the whole vocabulary."""
+    """Plan the packing of a batch's rows. Raises DataError for targets, and if tokens were drawn from less than the whole vocabulary."""
+    if batch.targets is not None:
+        raise DataError("the batch has targets, and the JAX backend computes log-probs of its tokens alone: use the PyTorch backend")
     if batch.kept is not None:
         raise DataError(
             "the batch has tokens that were drawn with top_p, top_k or min_p, and the JAX backend computes log-probs over the whole "

@@ -150,7 +150,7 @@ class PyTorchTrainingBackend:
         self.tokenizer = tokenizer
         self.weight_version = weight_version
         self.counts = UpdateCounts()
-        self._max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm  # may be set between two updates
         self._bad_numbers = bad_numbers or BadNumbers()
         self._has_gradient = False
         self._foresees = True  # whether gradients of losses were as foreseen, if any was
@@ -235,7 +235,7 @@ class PyTorchTrainingBackend:
             self.optimizer,
             self.scheduler,
             self.counts,
-            max_grad_norm=self._max_grad_norm,
+            max_grad_norm=self.max_grad_norm,
             read=self._reads.read,
             judge=self._judge,
         )

@@ -23,15 +23,15 @@ def check_access(http: HTTPRequest, token: str | None) -> None:
     """
     if token is not None:
         if not hmac.compare_digest(read_secret(http).partition(":")[0].encode(), token.encode()):
-            message = "the API key is not the gateway's token (or the token, a colon and a session's key)"
+            message = "the API key is not the server's token (or, of a gateway, the token, a colon and a session's key)"
             raise Refusal(401, message, code="invalid_api_key")
         return
     host = http.headers.get("host", "")
     if "origin" in http.headers or not _is_loopback(host):
         raise Refusal(
             403,
-            f"the request comes from a page of a browser, or was sent to the host {host!r:.100}: without a token this gateway answers "
-            "programs that name it 127.0.0.1 or localhost (GatewayConfig.token, --token-variable)",
+            f"the request comes from a page of a browser, or was sent to the host {host!r:.100}: without a token this server answers "
+            "programs that name it 127.0.0.1 or localhost (the setting token, --token-variable)",
             code="forbidden",
         )
 

@@ -1,4 +1,4 @@
-"""Connections of a gateway: requests in, responses or server-sent events out."""
+"""Connections of a server: requests in, responses or server-sent events out."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class HTTPRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class HTTPResponse:
-    """One whole response, JSON."""
+    """One whole response."""
 
     status: int = 200
     body: bytes = b""
+    content_type: str = "application/json"
     headers: tuple[tuple[str, str], ...] = ()
     on_failure: Callable[[], None] | None = None  # called if the client has left before it was sent
 
@@ -61,7 +62,7 @@ async def open_connection(stream: trio.SocketStream, max_body_bytes: int) -> Asy
 
 
 class Connection:
-    """One connection of a gateway. Made by open_connection."""
+    """One connection of a server. Made by open_connection."""
 
     def __init__(self, wire: Wire, max_body_bytes: int) -> None:
         self.request = HTTPRequest(method="", path="")  # the newest one whose head has arrived, without its body
@@ -92,7 +93,7 @@ class Connection:
         except h11.RemoteProtocolError as error:
             raise Refusal(error.error_status_hint, f"the request is not HTTP/1.1: {error}", code="bad_request") from None
         except BodyTooLarge:
-            message = f"the body is larger than {self._max_body_bytes} bytes (GatewayConfig.max_body_bytes)"
+            message = f"the body is larger than {self._max_body_bytes} bytes (the setting max_body_bytes)"
             raise Refusal(413, message, code="request_too_large") from None
         return None if body is None else change(self.request, body=body)
 
@@ -104,7 +105,7 @@ class Connection:
 
     async def send(self, response: HTTPResponse) -> None:
         """Send a response. Raises trio.BrokenResourceError if the client has left."""
-        headers = [("content-length", str(len(response.body))), ("content-type", "application/json"), *response.headers]
+        headers = [("content-length", str(len(response.body))), ("content-type", response.content_type), *response.headers]
         if self.is_over:
             headers.append(("connection", "close"))
         try:

@@ -1,0 +1,109 @@
+"""Engines for sampling: one for each set of weights that clients sample from, as many as are kept."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import trio
+from torch import Tensor
+
+from rollouts.engines.inprocess.engine import InProcessEngine
+from rollouts.errors import EngineRequestError
+from rollouts.models.weights import check_weights_fit, copy_weights, read_weights
+from rollouts.tinker.trained import share_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A client's place to sample from."""
+
+    sampler_id: str
+    session_id: str
+    model_path: str | None  # as clients name it; None = the base model, or weights without a name
+    source: str  # key of its weights: samplers of the same weights share an engine
+
+
+@dataclass(eq=False)
+class _Loaded:
+    engine: InProcessEngine
+    num_requests: int = 0  # in flight
+
+
+BASE = "base"
+"""Source of the base model."""
+
+
+class Engines:
+    """Engines by the source of their weights. Beyond `most`, the one used longest ago that has no request makes room."""
+
+    def __init__(self, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *, most: int, seed: int) -> None:
+        self._base, self._tokenizer, self._most, self._seed = base, tokenizer, most, seed
+        self._loaded: OrderedDict[str, _Loaded] = OrderedDict()
+        self._paths: dict[str, Path] = {}  # sources whose weights are on the disk
+        self._loading = trio.Lock()
+
+    def name_path(self, source: str, directory: Path) -> None:
+        """Note where the weights of a source are."""
+        self._paths[source] = directory
+
+    async def add(self, source: str, weights: Mapping[str, Tensor]) -> None:
+        """Add an engine with copies of these weights, which are kept nowhere else."""
+        async with self._loading:
+            await self._load(source, weights)
+
+    @asynccontextmanager
+    async def use(self, source: str) -> AsyncGenerator[InProcessEngine]:
+        """Use the engine of a source, loaded if need be.
+
+        Raises: EngineRequestError if its weights made room for others and are on no disk; CheckpointError if they are and cannot be read.
+        """
+        async with self._loading:
+            found = self._loaded.get(source)
+            if found is None:
+                if source not in self._paths and source != BASE:
+                    raise EngineRequestError(
+                        f"the weights of this sampling client are no longer kept: this server keeps {self._most} sets of weights (its "
+                        "setting max_samplers), and newer ones took their place. Take a new sampling client, or save the weights under a "
+                        "name: save_weights_for_sampler"
+                    )
+                found = await self._load(source, None)
+            self._loaded.move_to_end(source)
+            found.num_requests += 1
+        try:
+            yield found.engine
+        finally:
+            found.num_requests -= 1
+
+    async def forget(self, source: str) -> None:
+        """Close the engine of a source that nobody will ask for again."""
+        found = self._loaded.pop(source, None)
+        if found is not None:
+            await found.engine.__aexit__(None, None, None)
+
+    async def _load(self, source: str, weights: Mapping[str, Tensor] | None) -> _Loaded:
+        idle = [name for name, loaded in self._loaded.items() if not loaded.num_requests]
+        for name in idle[: max(0, len(self._loaded) + 1 - self._most)]:
+            await self.forget(name)
+        engine = await trio.to_thread.run_sync(self._create, source, weights)
+        self._loaded[source] = _Loaded(engine)
+        return self._loaded[source]
+
+    def _create(self, source: str, weights: Mapping[str, Tensor] | None) -> InProcessEngine:
+        if source == BASE:
+            model = share_weights(self._base)
+        else:
+            model = copy.deepcopy(self._base)
+            if weights is None:
+                weights = read_weights(self._paths[source], model)
+                check_weights_fit(cast("Any", model), weights, str(self._paths[source]))
+            copy_weights(cast("Any", model), weights)
+        return InProcessEngine(cast("Any", model).eval(), self._tokenizer, seed=self._seed, name="the server's engine")
