@@ -23,7 +23,8 @@
 - Other trees of groups are made in the same way: `subgroup` of samples from a generate function of one's own, for example the number of the
   plan that workers carry out, is what they are compared within.
 - A role that reaches a limit of EpisodeConfig leaves, which ends the match: the others are given no further turn, and are TRUNCATED, too.
-- There are no greedy baselines (ReMax), and the estimators that compare within a group need at least two matches of a prompt.
+- The estimators that compare within a group need at least two matches of a prompt. For ReMax, `num_greedy` further matches are baselines,
+  in which the trained roles act greedily.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ def _settings_of(setting: MatchSetting, seat: _Seat | None) -> EpisodeSetting:
 
 
 def create_match_generate_fn(
-    policies: Mapping[str, AgentPolicy], setting: MatchSetting, *, trained: Sequence[str] | None = None
+    policies: Mapping[str, AgentPolicy], setting: MatchSetting, *, trained: Sequence[str] | None = None, num_greedy: int = 0
 ) -> MatchGenerateFn:
     """Create a generate function of matches, for RolloutConfig.generate_fn.
 
@@ -244,11 +245,14 @@ def create_match_generate_fn(
         policies: policy of each role.
         trained: roles whose samples are returned; None = all. n_samples_per_prompt is a multiple of their number: n / len(trained) matches
             are played for each prompt, and each role has so many samples to be compared.
+        num_greedy: further matches of each prompt in which the trained roles act greedily and the others as always: baselines, with
+            trainable = False. RolloutConfig.n_baseline_samples is num_greedy * len(trained); ReMax needs 1.
 
-    Returns: async generate_fn(prompt, n, partial=()) -> Group, match after match, in each the roles in the order of `trained`.
+    Returns: async generate_fn(prompt, n, partial=()) -> Group, match after match, in each the roles in the order of `trained`; greedy
+        matches are the last.
     Raises: ConfigError if there is no policy, or a trained role has none.
     """
-    return MatchGenerateFn(policies, setting, tuple(policies) if trained is None else tuple(trained))
+    return MatchGenerateFn(policies, setting, tuple(policies) if trained is None else tuple(trained), num_greedy)
 
 
 class MatchGenerateFn:
@@ -256,14 +260,15 @@ class MatchGenerateFn:
 
     gives_turns = True
 
-    def __init__(self, policies: Mapping[str, AgentPolicy], setting: MatchSetting, trained: tuple[str, ...]) -> None:
+    def __init__(self, policies: Mapping[str, AgentPolicy], setting: MatchSetting, trained: tuple[str, ...], num_greedy: int = 0) -> None:
         """Args and Raises: see create_match_generate_fn."""
         if not policies or not trained:
             raise ConfigError(f"a match has {len(policies)} roles with policies and {len(trained)} that are trained: give at least one")
         strange = [role for role in trained if role not in policies]
         if strange or len(set(trained)) < len(trained):
             raise ConfigError(f"the trained roles are {', '.join(trained)}, expected distinct ones of {', '.join(policies)}")
-        self._policies, self._setting, self._trained = dict(policies), setting, trained
+        assert num_greedy >= 0, f"num_greedy is {num_greedy}, expected at least 0"
+        self._policies, self._setting, self._trained, self._num_greedy = dict(policies), setting, trained, num_greedy
         self._frozen = tuple(role for role in policies if role not in trained)
         self._counts: Counter[str] = Counter()
 
@@ -274,14 +279,15 @@ class MatchGenerateFn:
             raise ConfigError(
                 f"n_samples_per_prompt is {n}, but each match gives {num_roles} samples ({', '.join(self._trained)}): set it to a multiple"
             )
-        frame = list(partial or create_pending_group(prompt, n))
+        pending = create_pending_group(prompt, n, num_baseline=self._num_greedy * num_roles)
+        frame = list(partial or pending)
 
         async def play(match: int) -> None:
             first = match * num_roles
-            places = {role: (first + j, create_pending_group(prompt, n)[first + j]) for j, role in enumerate(self._trained)}
+            places = {role: (first + j, pending[first + j]) for j, role in enumerate(self._trained)}
             for j, role in enumerate(self._frozen):  # numbers behind the group's, so that no request has the id of another
-                number = n + match * len(self._frozen) + j
-                places[role] = (number, replace(places[self._trained[0]][1], index=number))
+                number = len(pending) + match * len(self._frozen) + j
+                places[role] = (number, replace(pending[0], index=number))
             places = {role: places[role] for role in self._policies}
             try:
                 episodes = await run_match(self._policies, self._setting, prompt, pending=places)
@@ -297,11 +303,11 @@ class MatchGenerateFn:
 
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
-                for match in range(n // num_roles):
+                for match in range(len(pending) // num_roles):
                     own = frame[match * num_roles : (match + 1) * num_roles]
                     if any(sample.status in (Status.PENDING, Status.ABORTED) for sample in own):
                         nursery.start_soon(play, match)
-        _logger.debug("%d matches of %s", n // num_roles, describe_sample(frame[0]))
+        _logger.debug("%d matches of %s", len(pending) // num_roles, describe_sample(frame[0]))
         return tuple(frame)
 
     def _miss(self, pending: Sample, role: str) -> Sample:

@@ -13,7 +13,7 @@ import trio
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.matches import MatchSetting, create_match_generate_fn, run_match
 from rollouts.agents.policies import EngineAgentPolicy, ScriptedAgentPolicy
-from rollouts.algorithms.presets import grpo
+from rollouts.algorithms.presets import grpo, remax
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RolloutConfig
 from rollouts.data.collate import collate_samples
@@ -225,3 +225,24 @@ async def test_the_manager_collects_matches_as_groups():
             batch = await manager.generate_batch()
     assert [sample.subgroup for sample in batch.samples] == ["a"] * 6
     assert [sample.reward for sample in batch.samples] == [1.75] * 6
+
+
+async def test_greedy_matches_are_the_baselines_of_each_role():
+    policy = EngineAgentPolicy(InProcessEngine(create_tiny_model(), TOKENIZER), TOKENIZER, PARAMS)
+    generate_fn = create_match_generate_fn({"a": policy, "b": policy}, setting_of(), num_greedy=1)
+    config = RolloutConfig(batch_size=2, n_samples_per_prompt=4, n_baseline_samples=2, generate_fn=generate_fn, reward_fn=None)
+    buffer = DataBuffer([Prompt(content=str(i)) for i in range(2)])
+    async with AsyncRolloutManager(buffer, config) as manager:
+        samples = (await manager.generate_batch()).samples
+    for group in (samples[:6], samples[6:]):
+        assert [sample.subgroup for sample in group] == ["a", "b"] * 3
+        assert [sample.trainable for sample in group] == [True] * 4 + [False] * 2
+        assert len({sample.tokens for sample in group if sample.subgroup == "a"}) > 1
+    batch = remax().estimate(collate_samples([with_reward(sample, float(i)) for i, sample in enumerate(samples)]))
+    means = (batch.advantages.sum(1) / batch.loss_mask.sum(1).clamp(min=1)).tolist()
+    assert means == [-4.0, -4.0, -2.0, -2.0, 0.0, 0.0] * 2  # the reward, minus that of the role's own baseline
+    again = await create_match_generate_fn({"a": policy, "b": policy}, setting_of(), num_greedy=2)(Prompt(content="0"), 2)
+    assert again[2].tokens == again[4].tokens and again[3].tokens == again[5].tokens
+    log: list[Any] = []
+    await create_match_generate_fn({"a": policy, "b": policy}, setting_of(log=log), trained=["a"], num_greedy=3)(Prompt(content="0"), 1)
+    assert len({line for line in log if line[0] == "b"}) > 2  # the other role plays as always
