@@ -397,14 +397,14 @@ def check_router_replay(config: Config) -> None:
 def check_truncated_sampling(config: Config) -> None:
     """Raise ConfigError if RL would train on answers of a truncated distribution without a record of the tokens that were left."""
     section = config.generation
-    if not section.truncates:
+    if not section.truncates or config.algorithm.compares_pairs:  # likelihoods of whole answers, whatever they were drawn from
         return
     shown = f"generation.top_p is {section.top_p:g}, generation.top_k {section.top_k} and generation.min_p {section.min_p:g}"
     advice = "set them to 1, 0 and 0, and lower --generation.temperature for less random answers"
     if config.engine.is_server:
         raise ConfigError(
-            f"{shown}, but a server does not return the tokens that it drew from, over which the log-probs of training are computed: use "
-            f"the embedded engine (--engine.kind inprocess), or {advice}"
+            f"{shown}, but the sets of tokens that a server draws from, over which log-probs of training are computed, are not read "
+            f"from its answers: use the embedded engine (--engine.kind inprocess), or {advice}"
         )
     if config.backend.kind == "jax":
         raise ConfigError(f"{shown}, but backend.kind 'jax' computes log-probs over the whole vocabulary alone: {advice}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 
 from integration.run.directory import REFERENCE_FILE
+from integration.settings.config import Config, check_truncated_sampling
 from integration.settings.preference import PreferenceLoss, PreferenceSection
+from integration.settings.sections import EngineSection, GenerationSection, RLSection
 from integration.train import main
 from rollouts.algorithms import preference_objectives as objectives
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.errors import ConfigError
 from rollouts.models.loading import load_hf_model
 from rollouts.testing import create_tiny_model
 from rollouts.training.metrics import read_metrics
@@ -234,3 +238,10 @@ def test_online_settings_that_cannot_work_are_refused(options: list[str], messag
     assert run(*ONLINE, *options, "--output-dir", tmp_path / "run") == 2
     assert re.search(message, capsys.readouterr().err.replace("\n", " "))
     assert not (tmp_path / "run").exists()
+
+
+def test_pairs_of_rollouts_need_no_sets_that_tokens_were_drawn_from():
+    cut = Config(generation=GenerationSection(top_p=0.9), engine=EngineSection(kind="vllm", urls=("http://127.0.0.1:9",)))
+    check_truncated_sampling(replace(cut, rl=RLSection(algorithm="online_dpo")))
+    with pytest.raises(ConfigError, match="the sets of tokens that a server draws from"):
+        check_truncated_sampling(cut)
