@@ -338,15 +338,13 @@ async def _take_steps(
     Args:
         skipped: columns that the loss takes from its own pass.
     """
-    if batch.pair_ids is not None and not find_trained_rows(batch):  # all groups are tied
-        return {"num_tokens": 0.0, "num_updates": 0.0}
     submit = partial(submit_optimizer_step, max_tokens_per_microbatch=plan.max_tokens_per_microbatch)
     loss = anchor_to_self(algorithm.loss, skipped) if skipped else algorithm.loss
     if batch.recorded is not None:
         loss = partial(_loss_with_tokens, loss=loss)
     policy_steps: list[PendingOptimizerStep] = []
     critic_steps: list[PendingOptimizerStep] = []
-    for epoch in range(plan.num_epochs):
+    for epoch in range(plan.num_epochs if find_trained_rows(batch) else 0):  # no row is left where all groups are tied
         rows = batch if epoch == plan.num_epochs - 1 else replace(batch, recorded=None)  # the last update on a row is recorded
         for minibatch in deal_minibatches(rows, plan.num_minibatches, seed=derive_seed(plan.seed, epoch)):
             if not plan.only_critic:
@@ -405,7 +403,7 @@ def _tell_turns(levels: TurnLevels, samples: Sequence[Sample]) -> None:
 
 async def _mean_results(steps: Sequence[PendingOptimizerStep]) -> Metrics:
     results = [await step.result() for step in steps]
-    return mean_step_metrics(results) if results else {}
+    return mean_step_metrics(results) if results else {"num_tokens": 0.0}
 
 
 def _measure_reference_kl(batch: TrainBatch) -> Metrics:
