@@ -94,6 +94,7 @@ async def test_a_model_that_never_stops_calling_ends_at_the_frameworks_own_limit
     check_same(sample, engine.ledger)
 
 
+@pytest.mark.timeout(600)
 def test_the_command_of_the_page_trains_it_also_where_the_framework_takes_no_answer_that_was_cut(tmp_path: Path):
     write_files(PAGE, tmp_path)
     few = "--rl.num-steps 1 --rl.prompts-per-step 1 --rl.samples-per-prompt 2 --evaluation.num-prompts 1"
@@ -102,6 +103,7 @@ def test_the_command_of_the_page_trains_it_also_where_the_framework_takes_no_ans
     assert (tmp_path / "run" / "summary.json").stat().st_size > 0
 
 
+@pytest.mark.timeout(600)
 def test_a_function_runs_the_agent_in_the_process_of_training(tmp_path: Path):
     write_files(PAGE, tmp_path)
     script = """
@@ -120,5 +122,5 @@ print([(sample.reward, len(sample.turns)) for sample in group])
 """
     (tmp_path / "script.py").write_text(script)
     command = [PYTHON, "script.py", *needs.import_path()]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=400)
     assert done.stdout == "[(0.0, 1), (0.0, 1), (0.0, 1)]\n", done.stderr[-2000:]

@@ -257,6 +257,7 @@ async def test_what_cannot_be_played_is_refused_before_a_run(environments: Path)
 
 @needs.VERIFIERS
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_command_of_the_page_trains_on_the_environment(environments: Path):
     variables = {"PYTHONPATH": f"{ROOT}:{environments}"}
     run_command("python my_env.py", environments, variables)
@@ -275,3 +276,25 @@ def test_without_the_package_it_says_what_to_install(make, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ConfigError, match=r"need the package verifiers.*pip install 'rollouts-rl\[verifiers\]'"):
         make("gsm8k")
+
+
+@needs.VERIFIERS
+@pytest.mark.slow
+async def test_an_episode_that_ends_for_nobody_is_left_behind(environments: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    begin = "import time\nfrom pathlib import Path\nfrom sums import SumsHarness, SumsTaskset\n__all__ = ['SumsTaskset', 'Block']\n"
+    play = f"Path({str(environments / 'begun')!r}).touch()\n        while not Path({str(environments / 'released')!r}).exists():\n"
+    launch = f"    async def launch(self, *args):\n        {play}            time.sleep(0.01)\n        raise ValueError('late')\n"
+    (environments / "blocked.py").write_text(f"{begin}class Block(SumsHarness):\n{launch}")
+    monkeypatch.setattr("rollouts.gateway.frameworks.verifiers._END_S", 0.1)
+    (prompt,) = load_verifiers_prompts(SUMS, 1)
+    generate = create({"taskset": {"id": "blocked"}, "agent": SUBPROCESS}, LedgerEngine(add))
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate, prompt, 1)
+            while not (environments / "begun").exists():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert "left behind in its thread" in caplog.text
+        (environments / "released").touch()
+        while list_loops():
+            await trio.sleep(0.01)

@@ -10,6 +10,7 @@ Needs `pip install 'rollouts-rl[verifiers]'`. The package runs under asyncio, in
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from rollouts.types import Prompt
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
-_END_S = 30.0  # for an episode to end once it is cancelled; verifiers then stops its processes and servers
+_END_S = 30.0  # for episodes and servers to end, once they are told to
 _MAX_REASON_CHARS = 2000
+_logger = logging.getLogger(__name__)
 
 
 def load_verifiers_prompts(environment: str | Mapping[str, Any], num: int | None = None) -> list[Prompt]:
@@ -141,7 +143,10 @@ class _Shared:
                     self.num_runs -= 1
                     if self.num_runs == 0:
                         self.opened = None
-                        await trio.to_thread.run_sync(self.stack.close)
+                        with trio.move_on_after(_END_S) as late:
+                            await trio.to_thread.run_sync(self.stack.close, abandon_on_cancel=True)
+                        if late.cancelled_caught:
+                            _logger.warning("an episode of verifiers did not end within %g s and is left behind in its thread", _END_S)
 
     def _start(self) -> tuple[BlockingPortal, Any]:
         from anyio.from_thread import start_blocking_portal
