@@ -1,6 +1,6 @@
 """Pictures of docs/report.md, of a run that wrote rollouts: python -m tools.docs.picture_report RUN [FOLDER].
 
-Needs the program chromium. Writes report.png and report-phone.png into docs, and those in the other colours into FOLDER, to be looked at.
+Needs the program chromium. Writes the pictures of that page into docs, and those in the other colours into FOLDER, to be looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tools.docs.chromium import open_chromium
 
 DOCS = Path(__file__).parents[2] / "docs"
 DRAWN = "document.getElementById('main').dataset.drawn"
+CURVES = f"{DRAWN} && document.querySelector('canvas')"
 
 
 def main(run: Path, others: Path) -> None:
@@ -25,9 +26,11 @@ def main(run: Path, others: Path) -> None:
             page.resize(1180, 760, dark=dark)
             page.open(f"file://{path}#tab=rollouts&order=clipped&color=advantage", until=DRAWN)
             page.take_picture((others if dark else DOCS) / ("report-dark.png" if dark else "report.png"))
-            page.open(f"file://{path}#tab=curves", until=f"{DRAWN} && document.querySelector('canvas')")
-            page.take_picture(others / f"curves-{'dark' if dark else 'light'}.png")
+            page.open(f"file://{path}#tab=curves", until=CURVES)
+            page.take_picture((DOCS if dark else others) / ("report-curves.png" if dark else "curves-light.png"))
             page.resize(390, 844, phone=True, scale=2.0, dark=dark)
+            page.open(f"file://{path}#tab=curves", until=CURVES)
+            page.take_picture((others if dark else DOCS) / ("curves-phone-dark.png" if dark else "report-curves-phone.png"))
             page.open(f"file://{path}#tab=rollouts&order=clipped&color=reason", until=DRAWN)
             page.ask("document.querySelector('.sheet').scrollIntoView({ behavior: 'instant' })")
             page.take_picture((DOCS if dark else others) / ("report-phone.png" if dark else "report-phone-light.png"))
