@@ -295,10 +295,11 @@ def test_ctrl_c_among_other_errors_is_ctrl_c(capsys):
 
 
 def test_in_a_run_the_garbage_collector_leaves_out_what_stays_and_the_interpreter_changes_hands_sooner():
-    set_aside, interval_s = gc.get_freeze_count(), sys.getswitchinterval()
+    set_aside, interval_s, thresholds = gc.get_freeze_count(), sys.getswitchinterval(), gc.get_threshold()
     gc.unfreeze()
     try:
         with favor_computation():
+            assert gc.get_threshold() == (10_000, *thresholds[1:])
             assert gc.get_freeze_count() > 100_000
             assert sys.getswitchinterval() < interval_s
             with favor_computation():
@@ -306,6 +307,7 @@ def test_in_a_run_the_garbage_collector_leaves_out_what_stays_and_the_interprete
             assert gc.get_freeze_count() > 100_000  # that of the caller stays
         assert gc.get_freeze_count() == 0
         assert sys.getswitchinterval() == interval_s
+        assert gc.get_threshold() == thresholds
     finally:
         if set_aside:
             gc.freeze()
