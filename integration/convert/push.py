@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
+from rollouts.data.rows.hub import limit_requests
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.models.hub import HUB_NAME, limit_requests
+from rollouts.models.hub import HUB_NAME
 
 _PUSH_S = 300.0
 """Seconds without a byte after which a push is given up, if HF_HUB_DOWNLOAD_TIMEOUT is not longer: a large commit takes the hub long."""

@@ -17,8 +17,9 @@ from typing import Any
 from integration.expressions.algorithm import Language, parse_expression
 from integration.settings.paths import split_data_set
 from rollouts.data.datasets import DatasetSpec, load_sft_conversations
-from rollouts.data.rows.files import HUB_PREFIX, READABLE
+from rollouts.data.rows.files import READABLE
 from rollouts.data.rows.formats import Columns
+from rollouts.data.rows.hub import HUB_PREFIX
 from rollouts.errors import ConfigError
 
 

@@ -183,7 +183,7 @@ _BY_OPTIONS: Mapping[str, Effect] = {
     "task seed deterministic output_dir loggers num_threads crash_bundles checkpoint.keep_last_n": ALWAYS,
     "model.path model.device model.kernels backend.kind backend.compute_dtype backend.master_dtype backend.gradient_checkpointing": ALWAYS,
     "lora.rank engine.dtype": ALWAYS,
-    "logger_timeout_s": Effect(holds=lambda c, m: bool(c.loggers), needs="--log"),
+    "logger_timeout_s": Effect(holds=lambda c, m: bool(c.loggers), needs="--loggers"),
     "enable_segment_wise_ppo": ASYNC,
     "model.revision": Effect(holds=names_hub_model, needs="a model of the hub: --model.path ORG/NAME"),
     "model.trust_remote_code": Effect(

@@ -27,7 +27,8 @@ from integration.settings.paths import PATHS
 from rollouts.checks import parse_json
 from rollouts.config_files import to_dict
 from rollouts.data.datasets import DatasetSpec
-from rollouts.data.rows.files import HUB_PREFIX, list_row_files
+from rollouts.data.rows.files import list_row_files
+from rollouts.data.rows.hub import HUB_PREFIX
 from rollouts.errors import DataError
 from rollouts.training.run_state import FileMark, RunInputs
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rollouts.config_files import suggest
+from rollouts.data.rows.hub import limit_requests
 from rollouts.errors import ConfigError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -70,32 +70,6 @@ def find_hub_model(
     return HubModel(name, found.name, found)
 
 
-@contextmanager
-def limit_requests(least_s: float = 0.0) -> Generator[None]:
-    """Give requests of huggingface_hub that have no deadline one, in the block: HF_HUB_DOWNLOAD_TIMEOUT seconds without a byte.
-
-    Without it, a hub that accepts a connection and never answers is waited for without end.
-
-    Args:
-        least_s: lower bound, for requests that a hub works at for long, such as a commit.
-    """
-    from huggingface_hub import constants, get_session
-
-    seconds = max(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), least_s)
-    client: Any = get_session()
-    hooks = client.event_hooks
-
-    def limit(request: Any) -> None:
-        given = request.extensions.get("timeout", {})
-        request.extensions["timeout"] = {name: given.get(name) or seconds for name in ("connect", "read", "write", "pool")}
-
-    client.event_hooks = {**hooks, "request": [*hooks.get("request", ()), limit]}
-    try:
-        yield
-    finally:
-        client.event_hooks = hooks
-
-
 def list_cached_models() -> list[str]:
     """Return the names of the models in the local cache."""
     from huggingface_hub import constants
@@ -139,7 +113,7 @@ def _tell_cause(error: Exception, name: str) -> str:
             f"but there is no such directory here, and no such model on {constants.ENDPOINT}: check the spelling; for a private model run "
             "`hf auth login`, or set HF_TOKEN"
         )
-    if is_one_of(hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, hub.IncompleteSnapshotError):
+    if is_one_of(hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, hub.IncompleteSnapshotError, TimeoutError):
         limit = f"cannot be reached, or does not answer within {constants.HF_HUB_DOWNLOAD_TIMEOUT:g} s (HF_HUB_DOWNLOAD_TIMEOUT)"
         why = "HF_HUB_OFFLINE forbids a download" if is_offline_mode() else f"{constants.ENDPOINT} {limit}"
         cached = list_cached_models()

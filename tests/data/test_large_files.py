@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import needs
+import pytest
 from forked import run
 
 MEASURE = """
@@ -61,6 +62,45 @@ for name in sys.argv[1:]:
         else:
             print(len(loaded), loaded.sources[1], loaded[1].content)
 """
+
+
+SILENT = """
+import http.server, os, socketserver, sys, threading, time
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+        if sys.argv[1] == "at once":
+            time.sleep(1000)
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+
+    def do_GET(self):
+        time.sleep(1000)
+
+socketserver.ThreadingTCPServer.daemon_threads = True
+server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answers)
+threading.Thread(target=server.serve_forever, daemon=True).start()
+os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_address[1]}"
+from rollouts.data.rows.files import find_rows
+from rollouts.errors import DataError
+try:
+    find_rows("hf://org/sums").index()
+except DataError as error:
+    print(error)
+"""
+
+
+@needs.DATASETS
+@pytest.mark.parametrize("when", ["at once", "after its first answer"])
+def test_a_hub_of_data_that_never_answers_is_given_up_with_the_variable(when: str, tmp_path: Path):
+    """The packages would repeat the first request for minutes, and wait for the second without end."""
+    own = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_DATASETS_CACHE": str(tmp_path / "made"), "HF_HUB_DOWNLOAD_TIMEOUT": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"} | own
+    done = subprocess.run([sys.executable, "-c", SILENT, when], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("hf://org/sums cannot be loaded: the hub http://127.0.0.1:"), done.stdout + done.stderr[-2000:]
+    assert "answered" in done.stdout and "within 1 s (HF_HUB_DOWNLOAD_TIMEOUT)" in done.stdout
 
 
 @needs.DATASETS

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.datasets import DatasetSpec, load_rl_prompts, load_rows, load_sft_conversations, prepare_sft_samples
 from rollouts.data.prompts import DataBuffer
-from rollouts.data.rows.files import HubName, parse_hub_name
+from rollouts.data.rows.hub import HubName, parse_hub_name
 from rollouts.data.rows.loaded import LazyRows, choose_heldout, find_repeated, hash_question
 from rollouts.errors import ConfigError, DataError
 from rollouts.types import Message, Prompt

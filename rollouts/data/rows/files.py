@@ -19,11 +19,11 @@ from typing import Any, NoReturn, TypeAlias, cast
 import numpy as np
 
 from rollouts.checks import check_encodable, parse_json
+from rollouts.data.rows.hub import HUB_PREFIX, load_from_hub, parse_hub_name
 from rollouts.data.rows.loaded import LazyRows, LoadedRows
-from rollouts.errors import ConfigError, DataError
+from rollouts.errors import DataError
 
 Row: TypeAlias = dict[str, Any]
-HUB_PREFIX = "hf://"
 READABLE = "a .jsonl, .json, .csv or .parquet file, a folder with one of these for each split, or hf://ORG/NAME for the hub"
 _NESTED = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "tools")  # columns that may hold JSON in a CSV file
 _SUFFIXES = (".jsonl", ".parquet", ".json", ".csv")
@@ -39,31 +39,6 @@ class RowFile:
     decode: Callable[[Any, str], Row] = field(default=lambda item, where: item)  # (item, place) -> row
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubName:
-    """A data set of the hub: hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]."""
-
-    name: str
-    revision: str | None = None
-    subset: str | None = None
-    split: str | None = None
-
-
-def parse_hub_name(text: str) -> HubName:
-    """Parse hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]; names of one word, as hf://NAME, have no configuration.
-
-    Raises: ConfigError for anything else.
-    """
-    body, _, split = text.removeprefix(HUB_PREFIX).partition(":")
-    words = body.split("/")
-    at = min(1, len(words) - 1)  # the word that ends the name
-    last, _, revision = words[at].partition("@")
-    subset = "/".join(words[at + 1 :])
-    if not all(words[: at + 1]) or not last or len(words) > 3 or (":" in text.removeprefix(HUB_PREFIX) and not split):
-        raise ConfigError(f"{text!r} is no name of a data set of the hub: expected hf://ORG/NAME[@REVISION][/CONFIGURATION][:SPLIT]")
-    return HubName(name="/".join([*words[:at], last]), revision=revision or None, subset=subset or None, split=split or None)
-
-
 def find_rows(path: str, *, split: str | None = None, subset: str | None = None) -> RowFile:
     """Find the rows that a path names.
 
@@ -76,7 +51,7 @@ def find_rows(path: str, *, split: str | None = None, subset: str | None = None)
     """
     if path.startswith(HUB_PREFIX):
         hub = parse_hub_name(path)
-        return _of_dataset(path, partial(_load_from_hub, hub, subset or hub.subset, split or hub.split or "train", path))
+        return _of_dataset(path, partial(load_from_hub, hub, subset or hub.subset, split or hub.split or "train", path))
     file = Path(path)
     if not file.exists():
         raise DataError(f"{_describe_missing(path)}: give {READABLE}")
@@ -431,26 +406,6 @@ def _of_dataset(name: str, load: Callable[[Any], Any]) -> RowFile:
         return LoadedRows(rows=rows, sources=LazyRows(len(dataset), lambda i: f"{name}, row {i}"))
 
     return RowFile(name=name, items=items, index=index)
-
-
-def _load_from_hub(hub: HubName, subset: str | None, split: str, name: str, hf: Any) -> Any:
-    """Load a split of a data set of the hub; offline from the files in the cache of the hub, else from the cache of `datasets`."""
-    if not hf.config.HF_HUB_OFFLINE:
-        return hf.load_dataset(hub.name, subset, split=split, revision=hub.revision)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(hub.name, repo_type="dataset", revision=hub.revision, local_files_only=True)
-    except LocalEntryNotFoundError:
-        folder = hub.name
-    try:
-        return hf.load_dataset(folder, subset, split=split, **({} if folder != hub.name else {"revision": hub.revision}))
-    except (ConnectionError, FileNotFoundError) as error:
-        raise DataError(
-            f"{name} is not in the local cache, and HF_HUB_OFFLINE is set, so that nothing is downloaded: set HF_HUB_OFFLINE=0 to download "
-            f"it, or download it before (hf download --repo-type dataset {hub.name})"
-        ) from error
 
 
 def _choose_split(dataset: Any, split: str, folder: Path) -> Any:
