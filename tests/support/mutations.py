@@ -202,6 +202,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "logsigmoid(beta * (h - gamma))",
         (parity("preferences/trl_cpo"),),
     ),
+    Mutation(
+        "algorithms/estimators.py",
+        "groups of equal rewards make pairs",
+        "if difference > 0 and difference >= min_difference:",
+        "if difference >= min_difference:",
+        ("training/test_online_pairs.py::test_ties_train_nothing_and_are_counted",),
+    ),
+    Mutation(
+        "training/rollout_batch.py",
+        "the rows of a pair are dealt to different mini-batches",
+        "seed=seed, whole_groups=True)",
+        "seed=seed)",
+        ("training/test_online_pairs.py::test_minibatches_hold_whole_pairs_and_are_no_more_than_these",),
+    ),
     # The trainer facade
     Mutation(
         "trainer/session.py",
