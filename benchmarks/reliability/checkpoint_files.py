@@ -24,6 +24,7 @@ from rollouts.errors import CheckpointError
 from rollouts.training.checkpoints import latest_checkpoint, load_run_state, save_checkpoint, verify_checkpoint
 
 STATE_BYTES = 12 * 2**20
+KEEP_LAST_N = 2
 _CHUNK = 2**18
 
 
@@ -36,7 +37,9 @@ async def _write(directory: Path, step: int) -> None:
 def save_back_to_back(directory: Path, acknowledge: Callable[[int], None]) -> None:
     """Save one step after another for ever, and acknowledge each."""
     for step in range(1, 10**9):
-        trio.run(partial(save_checkpoint, directory, step, write=partial(_write, step=step), run_state={"step": step}))
+        trio.run(
+            partial(save_checkpoint, directory, step, write=partial(_write, step=step), run_state={"step": step}, keep_last_n=KEEP_LAST_N)
+        )
         acknowledge(step)
 
 
@@ -85,6 +88,16 @@ def kill_in_save(directory: Path, save: Callable[[Path, Callable[[int], None]], 
     return int.from_bytes(told, "big")
 
 
+def has_more_than(directory: Path, kept: int) -> bool:
+    """Whether a directory has more than `kept` checkpoints and leftovers of one save."""
+    return len(list(directory.iterdir())) > kept
+
+
+def save_once_more(directory: Path, step: int) -> None:
+    """Save the next step, as a resumed run does."""
+    trio.run(partial(save_checkpoint, directory, step, write=partial(_write, step=step), run_state={"step": step}, keep_last_n=KEEP_LAST_N))
+
+
 def kill_saves(amount: Amount) -> Outcome:
     """Kill saves of 12 MB at random moments, ours and those in place."""
     kills = amount.count(15, 100)
@@ -97,11 +110,15 @@ def kill_saves(amount: Amount) -> Outcome:
             step = newest(directory)
             found["resumable"] += step > 0
             found["acknowledged steps lost"] += step < acknowledged
+            if save is save_back_to_back:
+                found["with more than keep_last_n and the new one"] += has_more_than(directory, KEEP_LAST_N + 1)
+                save_once_more(directory, step + 1)
+                found["with more than keep_last_n after the next save"] += len(list(directory.iterdir())) > KEEP_LAST_N
             shutil.rmtree(directory)
     control = counts["in place"]
     return Outcome(
         size=f"{kills} kills in saves of 12 MiB back to back", measured=dict(counts["ours"]),
-        holds=counts["ours"]["resumable"] == kills and counts["ours"]["acknowledged steps lost"] == 0,
+        holds=counts["ours"]["resumable"] == kills == counts["ours"].total(),  # all others are 0
         control=dict(control), control_fails=control["resumable"] < kills,
     )  # fmt: skip
 

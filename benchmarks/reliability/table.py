@@ -21,7 +21,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     ),
     Experiment(
         name="E2", promise="a kill while a checkpoint is saved loses no saved step",
-        bar="every directory resumable, no acknowledged step lost", naive="one file that is overwritten",
+        bar="every directory resumable, no acknowledged step lost, no checkpoint too many", naive="one file that is overwritten",
         attempt=_of("checkpoint_files", "kill_saves"),
     ),
     Experiment(
