@@ -74,9 +74,9 @@ def parse(argv: Sequence[str]) -> _Arguments:
     parser.add_argument("--model.device", dest="device", default="auto")
     for name, default in (("--name", None), ("--directory", "tinker"), ("--host", "127.0.0.1"), ("--token-variable", None)):
         parser.add_argument(name, default=default)
-    numbers = {"port": 0, "max-models": 4, "max-samplers": 4, "max-tokens-per-pass": 16_384, "seed": 0}
+    numbers = {"--port": 0, "--max-models": 4, "--max-samplers": 4, "--max-tokens-per-pass": 16_384, "--seed": 0}
     for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(name, type=int, default=value)
     parser.add_argument("--idle-s", type=float, default=300.0)
     try:
         given, others = parser.parse_known_args(list(argv))

@@ -28,6 +28,7 @@ SPELLED_BY_CODE = (
     "integration/settings/option_effects.py",
     "integration/view/source.py",
     "integration/gateway.py",
+    "integration/tinker.py",
 )  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")
 

@@ -11,10 +11,10 @@ SESSION = "0123456789abcdef0123456789abcdef"
 
 
 def to_rows(requests, session_id):
-    """Rows of the file: (method, path, content type, body) of each request, without telemetry."""
+    """Rows of the file: (method, path, content type, body) of each request, but those that the client's clock alone decides on."""
     rows = []
     for http in requests:
-        if not http.path.endswith("/telemetry"):
+        if not http.path.endswith(("/telemetry", "/session_heartbeat", "/client/dynamic_config")):
             path, body = http.path.replace(session_id, SESSION), http.body.replace(session_id.encode(), SESSION.encode())
             rows.append([http.method, path, http.headers.get("content-type", ""), base64.b64encode(body).decode()])
     return rows

@@ -163,7 +163,7 @@ async def run_pass(client, *args, **more):
 
 
 def open_client(server, **more):
-    return httpx.AsyncClient(base_url=server.url, timeout=30, **more)
+    return httpx.AsyncClient(base_url=server.url, timeout=110, **more)
 
 
 async def begin_model(client, **more):
@@ -180,7 +180,7 @@ ADAM = {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight
 
 async def test_requests_of_the_real_client_get_the_numbers_that_it_reads(tmp_path):
     told, outputs, samples, infos = {}, [], [], []
-    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path, poll_s=100) as server, open_client(server) as client:
         session_id = await begin(client)
         for method, path, kind, body in read_rows(session_id):
             if path.endswith("/create_session"):
