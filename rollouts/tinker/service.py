@@ -156,6 +156,7 @@ class Service:
         training = self._find_training(model_id)
         training.scope.cancel()
         del self._sessions[training.session_id].models[model_id]
+        self.results.end_running(f"{model_id}:", write_json({"error": f"the model {model_id} was unloaded", "category": "user"}))
         pending = self.results.open(f"{model_id}:unload:{uuid4().hex}", training.session_id)
         pending.finish(write_json({"model_id": model_id, "type": "unload_model"}))
         return pending
@@ -397,7 +398,9 @@ class Service:
                 training.model = await trio.to_thread.run_sync(create)
             except Exception as error:
                 error.add_note(f"raised when {training.model_id} was made")
-                self._sessions[training.session_id].models.pop(training.model_id, None)
+                session = self._sessions.get(training.session_id)  # None = it ended meanwhile
+                if session is not None:
+                    session.models.pop(training.model_id, None)
                 pending.finish(write_failure(error))
                 return
             pending.finish(write_json(answer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import threading
 from itertools import pairwise
 
 import httpx
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import trio
+import trio.testing
 from recordings import read_rows
 
 from rollouts.errors import ConfigError, DataError
@@ -488,6 +490,36 @@ async def test_a_second_model_too_many_is_refused_until_its_client_goes(tmp_path
         status, told = await ask(client, "unload_model", model_id=f"{session_id}:train:0")
         assert (status, told["type"]) == (200, "unload_model")
         assert (await ask(client, "create_model", **body | {"model_seq_id": 1}))[0] == 200
+
+
+async def test_requests_of_a_model_that_is_unloaded_end(tmp_path):
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+        model_id = await begin_model(client)
+        waits = await run_pass(client, model_id, 2, DATA)  # for request 1, which never comes
+        assert (await ask(client, "unload_model", model_id=model_id))[0] == 200
+        assert (await retrieve(client, waits)).json() == {"error": f"the model {model_id} was unloaded", "category": "user"}
+
+
+async def test_a_model_that_cannot_be_made_after_its_client_has_gone_ends_nothing_else(tmp_path, monkeypatch):
+    made = threading.Event()
+
+    def fail(*_):
+        made.wait(60)
+        raise ValueError("no memory")
+
+    monkeypatch.setattr("rollouts.tinker.service.create_trained_model", fail)
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+        session_id = await begin(client)
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "policy", "lora_config": {"rank": 4}}
+        assert (await client.post("/api/v1/create_model", json=body)).status_code == 200
+        assert (await client.post(f"/api/v1/sessions/{session_id}/finish", json={"reason": {"type": "errored"}})).status_code == 200
+        made.set()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+        body["session_id"] = await begin(client)
+        status, told = await ask(client, "create_model", **body)
+        assert (status, told["category"]) == (200, "server")
+        assert "no memory" in told["error"]
 
 
 async def test_a_client_that_gives_no_sign_of_life_is_forgotten(autojump_clock):

@@ -78,6 +78,12 @@ class Results:
                 pending.scope.cancel()
                 del results[pending.request_id]
 
+    def end_running(self, prefix: str, outcome: Outcome) -> None:
+        """End the requests without an outcome whose ids begin so."""
+        for pending in self._open.values():
+            if pending.request_id.startswith(prefix):
+                pending.finish(outcome)
+
     def count_running(self) -> int:
         """Count the requests without an outcome."""
         return sum(one.outcome is None for one in self._open.values())
