@@ -35,7 +35,7 @@ Train a language model by supervised fine-tuning, reinforcement learning, prefer
   --explain KEY ...             print what settings do here, their values, defaults and consequences, and exit
   --seed N                      seed of weights, data and samples (default: 0)
   --deterministic               the same bits on any processor: kernels of torch, and not the fastest ones
-  --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"
+  --loggers LOGGER ...          further loggers, such as "wandb(project='mine')"; --logger-timeout-s, after which one is given up
   --skip-bad-rows, --num-threads N  skip and count unreadable rows; CPU threads of torch
   --enable-segment-wise-ppo     a proximal policy for each token of asynchronous rollouts
   --push-to-hub ORG/NAME        publish the trained model on the Hugging Face hub, with a card of its settings and results

@@ -114,10 +114,11 @@ def check_pair_objective(objective: Callable[..., Any], given: Mapping[str, floa
     parameters, name = inspect.signature(objective).parameters, getattr(objective, "__name__", repr(objective))
     taken = [key for key, _, _ in _OBJECTIVE_NUMBERS if key in parameters]
     for key, accepts, expected in _OBJECTIVE_NUMBERS:
-        if key in given and key not in taken:
+        if key not in given:
+            continue
+        check_number(key, given[key], accepts, expected)
+        if key not in taken:
             raise ConfigError(f"{key} is {given[key]!r}, but the loss {name} has none: it takes {' and '.join(taken) or 'no number'}")
-        if key in given:
-            check_number(key, given[key], accepts, expected)
 
 
 # -- columns that an algorithm reads, for its wrappers

@@ -114,7 +114,7 @@ async def test_a_server_that_does_not_answer_in_time_is_an_error_with_the_option
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_waking_up_and_putting_back_that_may_not_be_cancelled_have_the_deadlines_of_a_run(kind: str):
     section = EngineSection(kind=kind, urls=("http://127.0.0.1:1",), sync_timeout_s=77.0)
-    found = create_server_engine(section, "http://127.0.0.1:1", {}).weights._controls.deadlines
+    found = create_server_engine(section, "http://127.0.0.1:1", {}).weights._deadlines
     assert (found.sync_s, found.name("sync_s")) == (77.0, "--engine.sync-timeout-s")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from integration.command import PROGRAMS
 from integration.expressions.algorithm import resolve_algorithm
 from integration.settings.config import Config
 from rollouts.algorithms.advantages import normalize_by_group
@@ -83,6 +84,9 @@ def test_every_name_of_ours_can_be_imported(code: str):
         flag, _, value = code.partition(" ")
         if flag == "--rl.algorithm" and ":" not in value:
             resolve_algorithm(value, 8)
+        return
+    if code.startswith("rollouts "):
+        assert code.split()[1] in PROGRAMS
         return
     if code in ("weigh", "loss_weight_fn", "batch_size"):
         return  # words of the row itself
