@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import needs
 import pytest
 from forked import run
+from huggingface_hub import get_session
+
+from rollouts.data.rows.hub import limit_requests
 
 MEASURE = """
 import resource, sys
@@ -101,6 +107,43 @@ def test_a_hub_of_data_that_never_answers_is_given_up_with_the_variable(when: st
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("hf://org/sums cannot be loaded: the hub http://127.0.0.1:"), done.stdout + done.stderr[-2000:]
     assert "answered" in done.stdout and "within 1 s (HF_HUB_DOWNLOAD_TIMEOUT)" in done.stdout
+
+
+def test_threads_that_ask_a_hub_for_the_same_at_once_are_answered():
+    """Files of a model are downloaded so: each asks for the one token of its storage."""
+    num = 6
+    all_have_asked = threading.Barrier(num, timeout=30)
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self):
+            all_have_asked.wait()
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server, ThreadPoolExecutor(num) as threads:
+        threading.Thread(target=server.serve_forever).start()
+        address = f"http://127.0.0.1:{server.server_port}/token"
+        try:
+            with limit_requests():
+                answers = [threads.submit(get_session().get, address) for _ in range(num)]
+                assert [answer.result().status_code for answer in answers] == [200] * num
+        finally:
+            server.shutdown()
+
+
+def test_limits_of_requests_that_overlap_leave_nothing_behind():
+    before = {kind: list(hooks) for kind, hooks in get_session().event_hooks.items()}
+    first, second = limit_requests(), limit_requests()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert [len(hooks) for hooks in get_session().event_hooks.values()] == [len(hooks) + 1 for hooks in before.values()]
+    second.__exit__(None, None, None)
+    assert get_session().event_hooks == before
 
 
 @needs.DATASETS

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, cast
 
 from rollouts.errors import ConfigError, DataError
 
 HUB_PREFIX = "hf://"
-_ATTEMPTS = 3  # requests for the same in a row without an answer, after which a hub is given up
+_ATTEMPTS = 3  # requests of a thread for the same in a row without an answer, after which a hub is given up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,10 @@ def limit_requests(least_s: float = 0.0) -> Generator[None]:
 
     seconds = max(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), least_s)
     client: Any = get_session()
-    hooks = client.event_hooks
     unanswered = Counter[str]()
 
-    def name_request(request: Any) -> str:  # parts of one file may be asked for at once
-        return f"{request.method} {request.url} {request.headers.get('range')}"
+    def name_request(request: Any) -> str:  # threads that download at once may ask for the same
+        return f"{get_ident()} {request.method} {request.url}"
 
     def limit(request: Any) -> None:
         asked = name_request(request)
@@ -71,14 +71,12 @@ def limit_requests(least_s: float = 0.0) -> Generator[None]:
     def note(response: Any) -> None:
         del unanswered[name_request(response.request)]
 
-    client.event_hooks = {
-        "request": [*hooks.get("request", ()), limit],
-        "response": [note, *hooks.get("response", ())],
-    }
+    hooks = client.event_hooks
+    client.event_hooks = {"request": [*hooks["request"], limit], "response": [note, *hooks["response"]]}
     try:
         yield
-    finally:
-        client.event_hooks = hooks
+    finally:  # a block of another thread may have begun since, and has hooks of its own
+        client.event_hooks = {kind: [hook for hook in hooks if hook not in (limit, note)] for kind, hooks in client.event_hooks.items()}
 
 
 def load_from_hub(hub: HubName, subset: str | None, split: str, name: str, hf: Any) -> Any:
