@@ -16,6 +16,7 @@ from ledgers import LedgerEngine, list_trained
 from page_blocks import ROOT, find_missing, list_commands, run_command, write_files
 
 from rollouts.environments import EnvironmentConfig, ToolEnvironment, open_mcp_tools, step_environment
+from rollouts.environments.tools import mcp
 from rollouts.environments.tools.environment import ToolRules
 from rollouts.environments.tools.tool import call_tool
 from rollouts.errors import ConfigError, ToolArgumentError, ToolFault
@@ -175,6 +176,55 @@ async def test_the_death_of_a_server_ends_its_block_and_says_how(write_server):
 
 
 @needs.MCP
+@pytest.mark.parametrize("pause_s", [0.0, 0.3])
+async def test_a_server_that_is_dead_before_it_is_greeted_tells_its_last_words(write_server, monkeypatch, pause_s):
+    """The first message to it breaks, or is not read, whichever of the two ends first."""
+    start = mcp._start
+
+    async def start_slowly(*args):
+        server = await start(*args)
+        await trio.sleep(pause_s)
+        return server
+
+    monkeypatch.setattr(mcp, "_start", start_slowly)
+    with trio.fail_after(60), pytest.raises(ToolFault, match="is gone: it ended with exit status 7; the end of its stderr: 'no key'"):
+        async with open_mcp_tools(["/bin/sh", "-c", "echo no key >&2; exit 7"]):
+            pass
+
+
+@needs.MCP
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']); os._exit(3)", "it ended with exit status 3"),
+        ("os.close(0); time.sleep(600)", "it closed its stdin and runs on"),
+    ],
+    ids=["a child has its stdout", "it reads no more"],
+)
+async def test_a_server_is_gone_too_when_its_stdout_stays_open(write_server, monkeypatch, text, end):
+    command = write_server(f"import subprocess\ndef say(text=''): {text}\n")
+    with trio.fail_after(60), pytest.raises(ToolFault, match=f"is gone: {end}"):
+        async with open_mcp_tools(command, timeout_s=None) as tools:
+            monkeypatch.setattr(mcp, "_GRACE_S", 0.1)
+            while True:
+                with trio.move_on_after(0.5):
+                    await call(tools, text="now")
+
+
+@needs.MCP
+async def test_arguments_that_cannot_be_sent_are_the_models_mistake_and_the_block_goes_on(write_server):
+    async with open_mcp_tools(write_server()) as tools:
+        with pytest.raises(ToolArgumentError, match=r"the arguments of say cannot be sent: .*surrogates not allowed"):
+            await call(tools, text="\ud800")
+        deep: list[object] = []
+        for _ in range(900):
+            deep = [deep]
+        with pytest.raises(ToolFault):
+            await call(tools, text=deep)
+        assert await call(tools, text="again") == "again"
+
+
+@needs.MCP
 async def test_nothing_of_a_server_is_left_when_it_does_not_end_by_itself(write_server, tmp_path):
     command = write_server("""
         import signal, subprocess
@@ -245,6 +295,8 @@ async def test_schemas_that_models_may_read_and_tools_do_not_are_taken(write_ser
 
 @needs.MCP
 async def test_what_the_user_gives_is_checked(write_server):
+    async with open_mcp_tools(write_server("TOOLS = [TOOL, {**TOOL, 'name': 'say it'}]"), names=["say"]) as tools:
+        assert [tool.name for tool in tools] == ["say"], "what is wrong with a tool that is not used does not matter"
     with pytest.raises(ConfigError, match=r"names has 'shout', which the MCP server .* has not: there are say"):
         async with open_mcp_tools(write_server(), names=["say", "shout"]):
             pass

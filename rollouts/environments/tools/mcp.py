@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 import trio
 
+from rollouts.checks import check_encodable
 from rollouts.environments.tools.environment import cut_middle
 from rollouts.environments.tools.tool import Tool
 from rollouts.errors import ConfigError, ToolArgumentError, ToolFault, make_safe, raise_single_errors, redact
@@ -54,16 +55,24 @@ class _Server:
     process: trio.Process
     stderr: bytearray = field(default_factory=bytearray)  # its end
     flaw: str | None = None  # fault of its output
+    is_deaf: bool = False  # it has closed its stdin
     has_ended: trio.Event = field(default_factory=trio.Event)  # nothing more comes from it
+    has_told: trio.Event = field(default_factory=trio.Event)  # its stderr has ended
     is_ready: trio.Event = field(default_factory=trio.Event)
     fault: ToolFault | None = None  # end of the block, if the server caused it
 
+    @property
+    def is_gone(self) -> bool:
+        return self.is_deaf or self.has_ended.is_set()
+
     async def describe_end(self) -> str:
-        """Return why nothing more comes, once its output has ended."""
+        """Return why nothing more comes, once it is gone."""
         with trio.move_on_after(0 if self.flaw else _GRACE_S):
             await self.process.wait()
+            await self.has_told.wait()
         status = self.process.returncode
-        end = self.flaw or ("it closed its stdout and runs on" if status is None else f"it ended with exit status {status}")
+        runs_on = f"it closed its {'stdin' if self.is_deaf else 'stdout'} and runs on"
+        end = self.flaw or (runs_on if status is None else f"it ended with exit status {status}")
         last = redact(make_safe(self.stderr.decode(errors="replace").strip()[-1000:]))
         return f"the MCP server {self.name} is gone: {end}; the end of its stderr: {last!r}"
 
@@ -107,11 +116,13 @@ async def open_mcp_tools(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_keep_stderr, server)
                 nursery.start_soon(_watch, server, start_s, nursery.cancel_scope)
+                nursery.start_soon(_note_exit, server)
                 async with AsyncExitStack() as stack:
                     listed = await _greet(server, client, stack)
-                    tools = tuple(_create_tool(server, client, one, timeout_s, max_result_chars) for one in listed)
+                    chosen = _choose(server, listed, names)
+                    tools = tuple(_create_tool(server, client, one, timeout_s, max_result_chars) for one in chosen)
                     server.is_ready.set()
-                    yield _choose(server, tools, names)
+                    yield tools
                     nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
@@ -158,6 +169,7 @@ async def _keep_stderr(server: _Server) -> None:
         async for data in _get(server.process.stderr):
             server.stderr += data
             del server.stderr[:-_KEPT_STDERR_BYTES]
+    server.has_told.set()
 
 
 async def _watch(server: _Server, start_s: float, scope: trio.CancelScope) -> None:
@@ -170,6 +182,18 @@ async def _watch(server: _Server, start_s: float, scope: trio.CancelScope) -> No
     else:
         server.fault = ToolFault(f"the MCP server {server.name} listed no tools within {start_s:g} s (start_s)")
     scope.cancel()
+
+
+async def _note_exit(server: _Server) -> None:
+    await server.process.wait()
+    await _cut_off(server)
+
+
+async def _cut_off(server: _Server) -> None:
+    """Read no more of a server that is gone, after a while for what is on its way: a child of it may hold its stdout open."""
+    with trio.move_on_after(_GRACE_S):
+        await server.has_ended.wait()
+    await _get(server.process.stdout).aclose()
 
 
 # -- the protocol
@@ -219,10 +243,14 @@ async def _read(server: _Server, to_client: MemoryObjectSendStream[SessionMessag
 
 
 async def _write(server: _Server, from_client: MemoryObjectReceiveStream[SessionMessage]) -> None:
-    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+    try:
         async for message in from_client:
             text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
             await _get(server.process.stdin).send_all(f"{text}\n".encode())
+    except trio.BrokenResourceError:
+        server.is_deaf = True
+        from_client.close()  # otherwise a call would wait to be sent
+        await _cut_off(server)
 
 
 async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list[Any]:
@@ -238,7 +266,7 @@ async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list
             if cursor is None or len(listed) > _MAX_TOOLS:
                 break
     except Exception as error:
-        if server.has_ended.is_set():
+        if server.is_gone:
             raise ToolFault(await server.describe_end()) from error
         what = redact(make_safe(" ".join(str(error).split())))[:300]
         raise ToolFault(f"the MCP server {server.name} lists no tools: {type(error).__name__}: {what}") from error
@@ -247,7 +275,8 @@ async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list
     return listed
 
 
-def _choose(server: _Server, tools: tuple[Tool, ...], names: Sequence[str] | None) -> tuple[Tool, ...]:
+def _choose(server: _Server, tools: list[Any], names: Sequence[str] | None) -> list[Any]:
+    """Return the tools of these names, of those that a server lists."""
     by_name = {tool.name: tool for tool in tools}
     if len(by_name) != len(tools):
         raise ToolFault(f"the MCP server {server.name} lists tools of one name: {', '.join(tool.name for tool in tools)[:500]}")
@@ -255,7 +284,7 @@ def _choose(server: _Server, tools: tuple[Tool, ...], names: Sequence[str] | Non
     if missing:
         known = ", ".join(by_name)[:500] or "none"
         raise ConfigError(f"names has {missing[0]!r}, which the MCP server {server.name} has not: there are {known}")
-    return tools if names is None else tuple(by_name[name] for name in names)
+    return tools if names is None else [by_name[name] for name in names]
 
 
 def _create_tool(server: _Server, client: Client, listed: Any, timeout_s: float | None, max_chars: int) -> Tool:
@@ -307,9 +336,13 @@ async def _call(server: _Server, client: Client, name: str, max_chars: int, /, *
 
     where = f"the call of {name} by the MCP server {server.name}"
     try:
+        check_encodable(arguments)
+    except ValueError as error:
+        raise ToolArgumentError(f"the arguments of {name} cannot be sent: {error}") from error
+    try:
         result = await client.call_tool(name, arguments)
     except MCPError as error:
-        if server.has_ended.is_set():
+        if server.is_gone:
             raise ToolFault(await server.describe_end()) from error
         text = cut_middle(error.message, max_chars)
         if error.code == INVALID_PARAMS:
