@@ -20,9 +20,13 @@ class JobQueue:
 
     def put(self, number: int, job: Job) -> None:
         """Add a job; one whose number has passed or is taken is left out."""
-        if number >= self.next_number:
-            self._jobs.setdefault(number, job)
+        if not self.is_taken(number):
+            self._jobs[number] = job
             self._arrived.set()
+
+    def is_taken(self, number: int) -> bool:
+        """Whether a job has this number, or had it."""
+        return number < self.next_number or number in self._jobs
 
     async def run(self) -> None:
         """Run the jobs, one at a time, until this is cancelled."""

@@ -51,9 +51,11 @@ class Engines:
         self._paths: dict[str, Path] = {}  # sources whose weights are on the disk
         self._loading = trio.Lock()
 
-    def name_path(self, source: str, directory: Path) -> None:
-        """Note where the weights of a source are."""
+    def name_path(self, path: str, directory: Path) -> str:
+        """Note where weights are; return their source, which is another one when they are overwritten."""
+        source = f"{path} {_find_stamp(directory)}"
         self._paths[source] = directory
+        return source
 
     async def add(self, source: str, weights: Mapping[str, Tensor]) -> None:
         """Add an engine with copies of these weights, which are kept nowhere else."""
@@ -64,7 +66,8 @@ class Engines:
     async def use(self, source: str) -> AsyncGenerator[InProcessEngine]:
         """Use the engine of a source, loaded if need be.
 
-        Raises: EngineRequestError if its weights made room for others and are on no disk; CheckpointError if they are and cannot be read.
+        Raises: EngineRequestError if its weights made room for others and are on no disk, or were overwritten there; CheckpointError
+            if they cannot be read.
         """
         async with self._loading:
             found = self._loaded.get(source)
@@ -103,7 +106,17 @@ class Engines:
         else:
             model = copy.deepcopy(self._base)
             if weights is None:
-                weights = read_weights(self._paths[source], model)
-                check_weights_fit(cast("Any", model), weights, str(self._paths[source]))
+                directory = self._paths[source]
+                path, _, stamp = source.rpartition(" ")
+                weights = read_weights(directory, model)
+                check_weights_fit(cast("Any", model), weights, str(directory))
+                if _find_stamp(directory) != stamp:  # looked at behind reading, in the midst of which it may have changed
+                    raise EngineRequestError(f"{path} was overwritten after this sampling client was made: take a new one")
             copy_weights(cast("Any", model), weights)
         return InProcessEngine(cast("Any", model).eval(), self._tokenizer, seed=self._seed, name="the server's engine")
+
+
+def _find_stamp(directory: Path) -> str:
+    """Return what tells a directory from one that has replaced it."""
+    found = directory.stat()
+    return f"{found.st_ino}-{found.st_mtime_ns}"

@@ -9,11 +9,12 @@ from typing import Any
 import trio
 
 from rollouts.backends.lora.config import ALL_LINEAR, LoRAConfig
+from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError, DataError
 from rollouts.gateway.refusals import Refusal
 from rollouts.tinker.trained import is_attention
 from rollouts.tinker.wire.paths import SavedPath, parse_path
-from rollouts.training.checkpoints import checkpoint_name, load_run_state, save_checkpoint
+from rollouts.training.checkpoints import RUN_STATE_FILE, checkpoint_name, load_run_state, save_checkpoint
 
 
 def find_saved(path: str, root: Path) -> Path:
@@ -48,7 +49,10 @@ async def write_saved(path: SavedPath, root: Path, write: Callable[[Path], None]
 
 def read_adapters_of(directory: Path) -> LoRAConfig | None:
     """Verify a checkpoint and return its adapters; None = all weights were trained. Raises CheckpointError, also for that of a run."""
-    run_state = load_run_state(directory)
+    return _read_adapters(load_run_state(directory), directory)
+
+
+def _read_adapters(run_state: Mapping[str, Any], directory: Path) -> LoRAConfig | None:
     if "base_model" not in run_state:
         raise CheckpointError(f"{directory} is a checkpoint of a run, and none that a client of this server has saved")
     lora: dict[str, Any] | None = run_state["lora"]
@@ -59,12 +63,16 @@ def read_adapters_of(directory: Path) -> LoRAConfig | None:
 
 
 def describe_saved(directory: Path) -> dict[str, Any]:
-    """Return what clients want to know of a checkpoint. Raises CheckpointError."""
-    lora = read_adapters_of(directory)
+    """Return what clients want to know of a checkpoint, whose weights are not read. Raises CheckpointError."""
+    try:
+        run_state: dict[str, Any] = parse_json((directory / RUN_STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory / RUN_STATE_FILE} cannot be read: {error}") from error
+    lora = _read_adapters(run_state, directory)
     names = (ALL_LINEAR,) if lora is None else lora.target_modules
     whole = names == (ALL_LINEAR,)
     return {
-        "base_model": load_run_state(directory)["base_model"],
+        "base_model": run_state["base_model"],
         "is_lora": lora is not None,
         "lora_rank": None if lora is None else lora.rank,
         "train_unembed": lora is None,

@@ -252,13 +252,14 @@ class Service:
         if sampler_seq is None:
             raise Refusal(400, "the request has neither a path nor a sampling_session_seq_id", code="invalid_value")
         session = self.find_session(training.session_id)
-        sampler = Sampler(
-            f"{session.session_id}:sample:{sampler_seq}", session.session_id, None, f"memory:{session.session_id}:{sampler_seq}"
-        )
+        session_id = session.session_id
+        sampler = Sampler(f"{session_id}:sample:{sampler_seq}", session_id, None, f"memory:{session_id}:{sampler_seq}")
 
         async def keep(model: TrainedModel) -> Outcome:
             weights = await trio.to_thread.run_sync(model.take_weights)
             await self._engines.add(sampler.source, weights)
+            if session_id not in self._sessions:  # it has ended meanwhile
+                await self._engines.forget(sampler.source)
             session.samplers[sampler.sampler_id] = sampler
             return write_json({"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"})
 
@@ -271,9 +272,8 @@ class Service:
         session = self.find_session(session_id)
         source = BASE
         if model_path is not None:
-            path = parse_path(model_path, ("sampler_weights", "weights"))
-            source = str(path)
-            self._engines.name_path(source, find_saved(model_path, self._root))
+            path = str(parse_path(model_path, ("sampler_weights", "weights")))
+            source = self._engines.name_path(path, find_saved(path, self._root))
         else:
             self._check_base_model(base_model)
         sampler = Sampler(f"{session_id}:sample:{seq_id}", session_id, model_path, source)
@@ -408,12 +408,14 @@ class Service:
 
     def _submit(self, training: _Training, seq_id: int, run: Callable[[TrainedModel], Awaitable[Outcome]]) -> PendingResult:
         """Submit a job of a model under its number; a number that was submitted before gets the same result."""
+        if seq_id < 1:
+            raise Refusal(400, f"seq_id is {seq_id}, expected a number from 1 on", param="seq_id", code="invalid_value")
         request_id = f"{training.model_id}:{seq_id}"
         found = self.results.find(request_id)
         if found is not None:
             return found
-        if seq_id < training.queue.next_number:
-            message = f"request {seq_id} of {training.model_id} was answered before, and its result is kept no longer"
+        if training.queue.is_taken(seq_id):
+            message = f"request {seq_id} of {training.model_id} was answered before: it was refused, or its result is kept no longer"
             raise Refusal(400, message, param="seq_id", code="invalid_value")
         pending = self.results.open(request_id, training.session_id)
 

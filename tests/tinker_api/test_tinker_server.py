@@ -26,6 +26,7 @@ from rollouts.tinker.wire.messages import Datum, PassRequest, read_pass_request,
 from rollouts.tinker.wire.paths import SavedPath, make_path, parse_path
 from rollouts.tinker.wire.protobuf import read_fields, write_bytes, write_double, write_int
 from rollouts.tinker.wire.requests import AdamParams, AdapterWish
+from rollouts.tinker.wire.results import Outcome, Results
 from rollouts.types import TokenOutputs
 
 TOKENS = [5, 6, 7, 8, 9, 10]
@@ -227,6 +228,15 @@ async def test_what_is_sampled_has_the_probabilities_it_was_drawn_with(tmp_path)
             params = {"max_tokens": 5, "temperature": 0.5, "top_k": -1, "top_p": 1.0} | ({"seed": 4} if seq_id < 2 else {})
             answer = await client.post("/api/v1/asample", json=body | {"sampling_params": params})
             bodies.append((await retrieve(client, answer)).content)
+        body = {"sampling_session_id": told["sampling_session_id"], "prompt": {"chunks": [{"tokens": TOKENS[:1]}]}}
+        scored = {"prompt_logprobs": True, "prompt_logprobs_last_n": 1, "sampling_params": {"max_tokens": 1}}
+        answer = await client.post("/api/v1/asample", json=body | scored | {"seq_id": 3})
+        assert read_samples((await retrieve(client, answer)).content)[1] == [None]  # nothing comes before a first token
+        body |= {"prompt": {"chunks": [{"tokens": [5] * 600}]}, "num_samples": 3, "sampling_params": {"max_tokens": 1}}
+        _, refused = await ask(client, "asample", **body, seq_id=4)
+        assert (refused["category"], "has 600 tokens" in refused["error"]) == ("user", True)  # of each sample, told once
+        status, refused = await ask(client, "asample", **body | {"sampling_params": {"temperature": 1e-40}}, seq_id=5)
+        assert (status, refused["param"]) == (400, "sampling_params.temperature")
     assert bodies[0] == bodies[1]  # the same seed
     assert bodies[2] == bodies[3] != bodies[1]  # the same request, sent twice, is one request
     for sample in read_samples(bodies[2])[0]:
@@ -252,6 +262,17 @@ async def test_parts_of_a_request_that_arrive_last_part_first_and_an_update_behi
         alone = await client.post("/api/v1/optim_step", json={"model_id": once, "seq_id": 2, "adam_params": ADAM})
         norms = [(await retrieve(client, answer)).json()["metrics"]["grad_norm"] for answer in (update, alone)]
     assert norms[0] == pytest.approx(2 * norms[1], rel=1e-5)  # each part counted once
+
+
+async def test_a_number_names_one_request_of_its_model(tmp_path):
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+        model_id = await begin_model(client)
+        none = await run_pass(client, model_id, 0, DATA)  # 0 is that of its making
+        assert (none.status_code, none.json()["error"]) == (400, "seq_id is 0, expected a number from 1 on")
+        assert (await run_pass(client, model_id, 2, DATA, "custom")).status_code == 400  # and request 1 has not come
+        again = await run_pass(client, model_id, 2, DATA)
+        assert (again.status_code, "was answered before: it was refused" in again.json()["error"]) == (400, True)
+        assert (await retrieve(client, await run_pass(client, model_id, 1, DATA))).status_code == 200
 
 
 async def test_a_refused_request_holds_nobody_up_and_its_update_is_refused(tmp_path):
@@ -558,6 +579,43 @@ async def test_weights_without_a_name_make_room_and_say_so(tmp_path):
         assert (status, refused["param"]) == (400, "kind")
 
 
+async def test_weights_that_are_overwritten_are_sampled_from_as_they_are_now(tmp_path):
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path, max_samplers=1) as server, open_client(server) as client:
+        model_id = await begin_model(client)
+        session_id = model_id.partition(":")[0]
+        ids, scores = [], []
+        for k in range(2):
+            _, saved = await ask(client, "save_weights", model_id=model_id, seq_id=3 * k + 1, path="a", overwrite=True)
+            _, told = await ask(
+                client, "create_sampling_session", session_id=session_id, sampling_session_seq_id=k, model_path=saved["path"]
+            )
+            ids.append(told["sampling_session_id"])
+            body = {"sampling_session_id": ids[k], "prompt": {"chunks": [{"tokens": TOKENS}]}, "sampling_params": {"max_tokens": 1}}
+            answer = await client.post("/api/v1/asample", json=body | {"seq_id": 0, "prompt_logprobs": True})
+            scores.append(read_samples((await retrieve(client, answer)).content)[1])
+            await run_pass(client, model_id, 3 * k + 2, DATA)
+            await ask(client, "optim_step", model_id=model_id, seq_id=3 * k + 3, adam_params=ADAM)
+        assert max(abs(a - b) for a, b in zip(scores[0][1:], scores[1][1:], strict=True)) > 0.01
+        _, told = await ask(client, "asample", **body | {"sampling_session_id": ids[0], "seq_id": 1})
+        assert "was overwritten after this sampling client was made: take a new one" in told["error"]
+
+
+def test_results_that_were_read_are_kept_by_number_and_by_size(monkeypatch):
+    monkeypatch.setattr("rollouts.tinker.wire.results._KEPT_BYTES", 100)
+    results = Results()
+    for k in range(6):
+        pending = results.open(str(k), f"session {k % 2}")
+        pending.finish(Outcome(b"x" * 40))
+        results.note_read(pending)
+    assert [k for k in range(6) if results.find(str(k))] == [4, 5]
+    results.forget_session("session 0")
+    for k in range(6, 8):
+        pending = results.open(str(k), "session 1")
+        pending.finish(Outcome(b"x" * 30))
+        results.note_read(pending)
+    assert [k for k in range(8) if results.find(str(k))] == [5, 6, 7]
+
+
 async def test_who_may_ask_and_what_is_not_served(tmp_path):
     async with open_tinker_server(create_tiny_model(), directory=tmp_path, token="tml-secret", max_body_bytes=1000) as server:
         async with open_client(server) as client:
@@ -604,6 +662,13 @@ def test_messages_that_are_damaged_are_refused():
     for bad in (b"\x00\x01", b"\x0b", b"\x0a\xff", b"\xff" * 11, struct.pack("<B", 0x0D) + b"1234"):
         with pytest.raises(DataError):
             read_pass_request(bad)
+    big = b"\xff" * 9 + b"\x01"
+    for packed in (big * 8, big + b"\0", b"\0" + big, bytes([1]) * 65, big * 20, b"\x02"):  # shapes that no array has
+        tensor = write_int(3, 1) + write_bytes(4, packed)
+        datum = write_bytes(3, write_bytes(2, write_bytes(1, b"weights") + write_bytes(2, tensor)))
+        assert "data[0].loss_fn_inputs['weights'] has " in read_pass_request(datum).problem
+    unpacked = write_bytes(2, write_bytes(1, b"weights") + write_bytes(2, write_int(3, 1) + write_int(4, 1) * 9))
+    assert "has more than 8 dimensions" in read_pass_request(write_bytes(3, unpacked)).problem
     picture = write_bytes(3, write_bytes(1, write_bytes(2, b"...")))
     assert "a picture: this server takes tokens alone" in read_pass_request(write_bytes(1, b"m") + write_int(2, 1) + picture).problem
     written = write_pass_output([np.float32([-1.0]), np.float32([-2.0, -3.0])], {"loss:sum": 6.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -20,6 +21,7 @@ PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 
 _FLOAT32, _INT64 = 1, 2
+_MOST_DIMENSIONS = 8  # an array with more is not read
 _DTYPES: Mapping[int, str] = MappingProxyType({_FLOAT32: "<f4", _INT64: "<i8"})
 
 
@@ -145,11 +147,14 @@ def _read_tensor(data: memoryview, place: str) -> Array:
         elif number == 3:
             dtype = _int(value, place)
         elif number == 4:
+            packed = None if isinstance(value, int) else _message(value, place)
+            if len(shape) >= _MOST_DIMENSIONS or (packed is not None and len(packed) > 10 * _MOST_DIMENSIONS):
+                raise DataError(f"{place} has more than {_MOST_DIMENSIONS} dimensions, expected 1")
             shape = (*shape, value) if isinstance(value, int) else (*shape, *read_varints(_message(value, place)))
     if dtype not in _DTYPES:
         raise DataError(f"{place} has the dtype number {dtype}, expected 1 (float32) or 2 (int64)")
     values = _numbers(dense or memoryview(b""), _DTYPES[dtype], place)
-    if shape and int(np.prod(shape, dtype=np.float64)) != len(values):
+    if shape and (math.prod(shape) != len(values) or max(shape) > max(1, len(values))):
         raise DataError(f"{place} has {len(values)} numbers for the shape {list(shape)}")
     return values.reshape(shape) if shape else values
 

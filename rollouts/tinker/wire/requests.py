@@ -73,7 +73,7 @@ def read_sample_request(body: Fields) -> SampleRequest:
     body.check_known(_SAMPLE_FIELDS)
     prompt = _read_prompt(body.read_object("prompt"))
     last = body.read_int("prompt_logprobs_last_n", least=1, most=max(1, len(prompt) - 1))
-    scored = len(prompt) - 1 if last is None else last
+    scored = len(prompt) - 1 if last is None else min(last, len(prompt) - 1)  # a prompt of one token has none
     return SampleRequest(
         sampler_id=body.need_text("sampling_session_id", "the id of a sampling session"),
         seq_id=_need_int(body, "seq_id"),
@@ -172,6 +172,8 @@ def _read_params(given: Fields) -> SamplingParams:
         strings = given.read_stop("stop")
     temperature = given.read_number("temperature", least=0, most=1e6)
     temperature = 1.0 if temperature is None else temperature
+    if 0 < temperature < 1e-6:  # logits divided by less run over
+        raise given.refuse("temperature", "0, or a number from 1e-06 to 1e+06")
     top_k = given.read_int("top_k", -1, least=-1, most=MAX_TOKENS) or 0
     top_p = given.read_number("top_p", least=0, most=1, above=True)
     cuts: dict[str, Any] = {} if temperature == 0 else {"top_k": max(top_k, 0), "top_p": 1.0 if top_p is None else top_p}

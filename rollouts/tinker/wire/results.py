@@ -11,11 +11,12 @@ from typing import Any
 
 import trio
 
-from rollouts.errors import BackendError, CheckpointError, ConfigError, DataError, EngineRequestError, redact
+from rollouts.errors import BackendError, CheckpointError, ConfigError, DataError, EngineRequestError, flatten_errors, redact
 from rollouts.gateway.refusals import Refusal
 from rollouts.tinker.wire.messages import PROTOBUF
 
 _KEPT = 4096  # results that were read, kept in case that the answer was lost
+_KEPT_BYTES = 2**26  # their bodies together; those read longest ago go first
 _USERS = (Refusal, DataError, ConfigError, EngineRequestError, CheckpointError, BackendError)
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Results:
     def __init__(self) -> None:
         self._open: dict[str, PendingResult] = {}  # not read yet
         self._read: OrderedDict[str, PendingResult] = OrderedDict()
+        self._read_bytes = 0  # bodies of those
 
     def find(self, request_id: str) -> PendingResult | None:
         """Return a result that is kept, or that will be; None if there is none of this id."""
@@ -68,8 +70,9 @@ class Results:
         """Note that a client was sent the outcome: from now on it is kept for a while only."""
         if self._open.pop(pending.request_id, None) is not None:
             self._read[pending.request_id] = pending
-            while len(self._read) > _KEPT:
-                self._read.popitem(last=False)
+            self._read_bytes += _count_bytes(pending)
+            while len(self._read) > 1 and (len(self._read) > _KEPT or self._read_bytes > _KEPT_BYTES):
+                self._read_bytes -= _count_bytes(self._read.popitem(last=False)[1])
 
     def forget_session(self, session_id: str) -> None:
         """Cancel and forget the requests of a session."""
@@ -77,6 +80,8 @@ class Results:
             for pending in [one for one in results.values() if one.session_id == session_id]:
                 pending.scope.cancel()
                 del results[pending.request_id]
+                if results is self._read:
+                    self._read_bytes -= _count_bytes(pending)
 
     def end_running(self, prefix: str, outcome: Outcome) -> None:
         """End the requests without an outcome whose ids begin so."""
@@ -87,6 +92,10 @@ class Results:
     def count_running(self) -> int:
         """Count the requests without an outcome."""
         return sum(one.outcome is None for one in self._open.values())
+
+
+def _count_bytes(pending: PendingResult) -> int:
+    return 0 if pending.outcome is None else len(pending.outcome.body)
 
 
 def write_json(value: Mapping[str, Any]) -> Outcome:
@@ -101,8 +110,9 @@ def write_protobuf(body: bytes) -> Outcome:
 
 def write_failure(error: Exception) -> Outcome:
     """Return the outcome of a request that failed; a fault that is not the request's is logged, too."""
-    if isinstance(error, _USERS):
-        return write_json({"error": redact(str(error)), "category": "user"})
+    found = flatten_errors(error)  # samples of one request often fail together, for one reason
+    if all(isinstance(one, _USERS) for one in found):
+        return write_json({"error": redact(str(found[0])), "category": "user"})
     _logger.error("a request to the server failed", exc_info=error)
     return write_json(
         {"error": f"the server failed at this request: {type(error).__name__}: {redact(str(error))[:500]}", "category": "server"}
