@@ -42,6 +42,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import describe_unknown, explain_other_names
+from integration.settings.sections import RLSection
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.checks import parse_json
@@ -253,7 +254,7 @@ def write_out_short(argv: Sequence[str], names: Sequence[str] = tuple(_LONG)) ->
 
 
 def _find_default(argv: Sequence[str]) -> Config:
-    """Return the default configuration of the task and the model that flags or the file of settings name."""
+    """Return the default configuration of the task, the model and the algorithm that flags or the file of settings name."""
     path = value_of(argv, "--config")
     settings = {} if path is None or "--resume" in argv else read_settings(Path(path))
 
@@ -265,8 +266,13 @@ def _find_default(argv: Sequence[str]) -> Config:
     task, rank = find("", "task", "--task"), find("lora", "rank", "--lora.rank")
     if task is None and find("environment", "factory", "--environment.factory") is not None:
         task = "environment"
-    model_path = find("model", "path", "--model.path")
-    return create_default_config(task, model_path=None if model_path is None else str(model_path), adapters=rank not in (None, 0, "0"))
+    model_path, algorithm = find("model", "path", "--model.path"), find("rl", "algorithm", "--rl.algorithm")
+    return create_default_config(
+        task,
+        model_path=None if model_path is None else str(model_path),
+        adapters=rank not in (None, 0, "0"),
+        algorithm=RLSection.algorithm if algorithm is None else str(algorithm),
+    )
 
 
 def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:

@@ -1,7 +1,8 @@
-"""Default settings: those of the built-in model on each task, and those of a model of the user's own."""
+"""Default settings: those of the built-in model on each task, those of a model of the user's own, and the learning rate of online DPO."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,36 @@ SFT is between Tulu 3 (5e-6, 8 billion parameters) and TRL (2e-5); RL is that of
 ten times as much ("LoRA Without Regret", Schulman et al., 2025).
 """
 
+PAIRS_LEARNING_RATES = {False: 5e-7, True: 5e-6}
+"""Learning rates of RL of a pretrained model where the algorithm compares pairs of answers, by whether adapters are trained.
 
-def create_default_config(task: str | None, *, model_path: str | None = None, adapters: bool = False) -> Config:
-    """Return the default configuration of a task and a model, which files and flags then change.
+All weights take that of TRL's OnlineDPOTrainer; adapters ten times as much.
+"""
+_PAIRS_SHARE = 0.3  # share of a task's learning rate, with the built-in model: whole answers make larger steps (docs/preferences.md)
+_COMPARES_PAIRS = re.compile(r"\s*online_dpo\s*(\(|$)")
+
+
+def create_default_config(
+    task: str | None, *, model_path: str | None = None, adapters: bool = False, algorithm: str = RLSection.algorithm
+) -> Config:
+    """Return the default configuration of a task, a model and an algorithm, which files and flags then change.
 
     Args:
         task: None or an unknown name = the sort task.
         model_path: model directory of the user; None = the built-in model.
         adapters: whether adapters are trained instead of all weights.
+        algorithm: expression of the algorithm of RL, of which the learning rate depends on whether it is online_dpo.
     """
-    config = _create_task_config(task)
-    return _fit_own_model(config, *LEARNING_RATES[adapters]) if is_own_model(model_path) else config
+    config, pairs = _create_task_config(task), _COMPARES_PAIRS.match(algorithm) is not None
+    if is_own_model(model_path):
+        config = _fit_own_model(config, *LEARNING_RATES[adapters])
+        return _set_rl_rate(config, PAIRS_LEARNING_RATES[adapters]) if pairs else config
+    return _set_rl_rate(config, float(f"{_PAIRS_SHARE * config.rl.optimizer.lr:.3g}")) if pairs and not adapters else config
 
 
 def find_default(config: Config) -> Config:
-    """Return the default configuration of the task and the model that a configuration has."""
-    return create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0)
+    """Return the default configuration of the task, the model and the algorithm that a configuration has."""
+    return create_default_config(config.task, model_path=config.model.path, adapters=config.lora.rank > 0, algorithm=config.rl.algorithm)
 
 
 def is_own_model(model_path: str | None) -> bool:
@@ -105,6 +120,10 @@ def _fit_own_model(config: Config, sft_lr: float, rl_lr: float) -> Config:
         critic=OWN_MODEL_CRITIC,
         checkpoint=replace(config.checkpoint, rl_every=10),
     )
+
+
+def _set_rl_rate(config: Config, lr: float) -> Config:
+    return replace(config, rl=replace(config.rl, optimizer=replace(config.rl.optimizer, lr=lr)))
 
 
 def _falling(lr: float) -> OptimizerConfig:

@@ -16,10 +16,10 @@ from forked import run
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, list_flags, parse_command_line, print_all_options
 from integration.settings.config import Config, create_model_config
-from integration.settings.option_effects import COMMAND_OPTIONS, list_options, spell_option
+from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import ModelSection, RLSection, SFTSection
-from integration.settings.task_defaults import create_default_config
+from integration.settings.task_defaults import create_default_config, find_default
 from integration.simulate.settings import Simulation
 from integration.train import main
 from rollouts.config import OptimizerConfig
@@ -432,6 +432,23 @@ def test_a_model_of_the_users_own_has_learning_rates_of_a_pretrained_model(task:
     assert find_rates(parse_command_line(["--task", task, f"--model.path={own_model}", "--lora.rank", "8"]).config)[:2] == (1e-4, 1e-5)
     given = parse_command_line(["--task", task, "--model.path", str(own_model), "--rl.optimizer.lr", "3e-6"]).config
     assert find_rates(given) == (1e-5, 3e-6, 1e-5)
+
+
+@pytest.mark.parametrize(("task", "rate"), [("sort", 3e-5), ("grid_world", 3e-4), ("calculator", 1.5e-4)])
+def test_online_dpo_has_a_learning_rate_of_its_own(task: str, rate: float, own_model: Path):
+    flags = ["--task", task, "--algorithm", "online_dpo(loss=ipo)"]
+    command = parse_command_line(flags)
+    usual = parse_command_line(["--task", task]).config
+    assert find_rates(command.config) == (usual.sft.optimizer.lr, rate, usual.critic.optimizer.lr)
+    assert command.find_idle_options() == [] and find_changes(command.config, find_default(command.config)) == {"rl.algorithm"}
+    assert parse_command_line([*flags, "--lora.rank", "8"]).config.rl.optimizer.lr == usual.rl.optimizer.lr  # adapters take more
+    assert parse_command_line([*flags, "--rl.optimizer.lr", "1e-4"]).config.rl.optimizer.lr == 1e-4
+    assert find_rates(parse_command_line([*flags, "--model.path", str(own_model)]).config) == (1e-5, 5e-7, 1e-5)
+    assert parse_command_line([*flags, f"--model.path={own_model}", "--lora.rank=8"]).config.rl.optimizer.lr == 5e-6
+    path = own_model.parent / "a.toml"
+    path.write_text(f'task = "{task}"\n[rl]\nalgorithm = "online_dpo"\n')
+    assert parse_command_line(["--config", str(path)]).config.rl.optimizer.lr == rate
+    assert parse_command_line(["--config", str(path), "--algorithm", "grpo"]).config.rl.optimizer.lr == usual.rl.optimizer.lr
 
 
 def test_a_checkpoint_of_the_built_in_model_keeps_its_defaults(tmp_path: Path):
