@@ -201,7 +201,7 @@ READ_BY = {  # options of which `observe` sees nothing: the file of integration/
     "num_threads": ("run/job.py", "torch.set_num_threads(config.num_threads)"),
     "logger_timeout_s": ("run/job.py", "timeout_s=command.config.logger_timeout_s"),
     "checkpoint.best": ("run/evaluation.py", "best = config.checkpoint.best"),
-    "checkpoint.keep_last_n": ("run/stages.py", "keep_last_n=config.checkpoint.keep_last_n"),
+    "checkpoint.keep_last_n": ("run/stages.py", "config.checkpoint.keep_last_n"),
     "model.trust_remote_code": (
         "parts/models.py",
         "load_hf_model(path, device=parse_device(section.device), trust_remote_code=section.trust",
