@@ -148,6 +148,7 @@ def _ask_served(options: list[str], asks: dict[str, object]) -> httpx.Response:
             assert process.stdout is not None
             url = process.stdout.readline().strip().replace("/v1", "/sessions/mine/v1")
             answer = httpx.post(f"{url}/chat/completions", json=asks, timeout=60)
+            httpx.get(f"{url}/models", timeout=60)  # an interrupt within an answer makes it one that nobody got
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
         finally:
