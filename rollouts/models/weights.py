@@ -246,7 +246,8 @@ def check_weights_fit(model: torch.nn.Module, weights: Mapping[str, Tensor], sou
 class CheckedWeights(dict[str, Tensor]):
     """Weights by name, of which check_weights_fit need not read again the tensors that were read since they last changed.
 
-    Torch counts the writes to a tensor, those through Tensor.data excepted; one that was written to since then is read again.
+    Torch counts the writes to a tensor, except for those through Tensor.data and of fused optimizers; one that was written to since then is
+    read again.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], finite: frozenset[object]) -> None:

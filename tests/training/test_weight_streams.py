@@ -22,7 +22,7 @@ from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
-from rollouts.errors import CheckpointError, ConfigError, EngineError
+from rollouts.errors import BadNumberError, CheckpointError, ConfigError, EngineError
 from rollouts.rl_loop import run_rl_training
 from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.testing.backends import FakeWeightChannel
@@ -192,6 +192,23 @@ async def test_weights_that_the_last_update_found_finite_are_read_again_only_if_
         norm.data[0] = math.nan  # a write that torch does not count shows that nothing is read a second time
         await publish(2)
         assert all(map(math.isnan, await engine.recompute_output_log_probs((5, 6, 7), 1)))
+
+
+async def test_weights_that_an_update_has_broken_are_refused_though_torch_does_not_count_its_writes():
+    model = create_tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    backend = PyTorchTrainingBackend(model, optimizer)
+    engine = InProcessEngine(create_tiny_model(), eos_token_ids=())
+    async with engine:
+        await backend.forward_backward(draw_batch(0, (5, 9)), sft_loss).result()
+        await backend.optim_step().result()
+        await publish_weights(backend, [engine], version=1, exports=None)
+        optimizer.param_groups[0]["lr"] = math.inf
+        await backend.forward_backward(draw_batch(1, (5, 9)), sft_loss).result()
+        with pytest.raises(BadNumberError, match="NaN or infinite"):
+            backend.optim_step()
+        with pytest.raises(EngineError, match="NaN weight"):
+            await publish_weights(backend, [engine], version=2, exports=None)
 
 
 async def test_an_engine_of_this_process_copies_lent_weights_and_one_that_keeps_them_gets_copies():

@@ -231,6 +231,7 @@ class PyTorchTrainingBackend:
         """
         assert self._has_gradient, "optim_step was called without a forward_backward since the last one"
         load, self._load, self._counted, self._has_gradient = self._load, None, None, False  # also if a bad number ends the run
+        self._finite = frozenset()  # until check_updated has read them again: torch does not count the writes of fused optimizers
         metrics, self.counts = update_parameters(
             self.optimizer,
             self.scheduler,
