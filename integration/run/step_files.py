@@ -203,12 +203,19 @@ async def open_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Led
                     with trio.CancelScope(shield=True):
                         await last.wait()
                 except Exception as error:
-                    if isinstance(ended, trio.Cancelled):  # trio drops it, and would drop its notes
+                    if _is_cancelled(ended):  # trio drops it, and would drop its notes
                         raise error from ended
                     if error is not ended:
                         ended.add_note(f"beside it, the record of a step could not be written: {error}")
                 raise
             await last.wait()
+
+
+def _is_cancelled(ended: BaseException) -> bool:
+    """Whether a block was only cancelled; nurseries in it raise groups."""
+    if isinstance(ended, BaseExceptionGroup):
+        return all(map(_is_cancelled, ended.exceptions))
+    return isinstance(ended, trio.Cancelled)
 
 
 def _add_hooks(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger, last: _LastWrite) -> RLParts:

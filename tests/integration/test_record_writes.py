@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import trio
 
 from integration.run import step_files
 from integration.run.stages import RunControl, run_rl
@@ -124,6 +125,27 @@ async def test_no_checkpoint_counts_a_step_whose_record_is_lost(
     with pytest.raises(OutputError, match="no room for the record"):
         await run(loop, tmp_path, Lines())
     assert [path.name for path in list_checkpoints(tmp_path / "rl" / "checkpoints")] == newest
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_a_lost_record_is_told_although_the_run_is_cancelled(is_nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(step: int) -> None:
+        raise OutputError("the disk is full: no room for the record")
+
+    patch_writes(monkeypatch, fail)
+    parts = RLParts(backend=create_pytorch_backend(create_tiny_model(), lr=1e-3), data_buffer=DataBuffer(None, seed=0), engines=())
+    rollouts = RolloutBatch(samples=(Sample(tokens=(3, 4), loss_mask=(0.0, 1.0), rollout_log_probs=(0.0, -1.0), reward=1.0),))
+    trajectories = TrajectoryWriter(tmp_path, TrajectorySection())
+    with pytest.raises(OutputError, match="no room for the record"), trio.CancelScope() as scope:
+        async with open_files(parts, trajectories, Ledger(tmp_path / "ledger.jsonl", finished_steps=0)) as parts:
+            assert parts.record is not None
+            trajectories.prepare(1, rollouts, None)
+            parts.record.write(1, rollouts, {})
+            scope.cancel()
+            if is_nested:  # its nursery raises a group
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(trio.sleep_forever)
+            await trio.sleep_forever()
 
 
 async def test_a_checkpoint_has_the_rollouts_of_a_step_whose_update_was_left_out(tmp_path: Path):
