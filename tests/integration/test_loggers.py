@@ -18,6 +18,7 @@ from test_train import SMALL
 from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers, parse_loggers
 from integration.train import main
 from rollouts.errors import ConfigError
+from rollouts.training.logs import continued
 from rollouts.training.logs.continued import ContinuedLogger
 from rollouts.training.metrics import read_metrics
 
@@ -236,6 +237,24 @@ def test_a_logger_that_does_not_start_or_end_holds_up_nothing(where: str, caplog
     logger.finish()
     go_on.set()
     assert f"has not returned from {where} within 2 s" in caplog.records[0].getMessage()
+
+
+def test_a_logger_whose_queue_is_full_at_the_end_is_given_up_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(continued, "_MOST_WAITING", 2)
+    monkeypatch.setattr(continued, "_PROMPT_S", 0.1)
+    released = threading.Event()
+
+    class Hanging(Remembering):
+        def log(self, metrics: Any, step: int) -> None:
+            released.wait(60)
+
+    logger = ContinuedLogger(Hanging, "mine:hanging", timeout_s=1.0)
+    for step in range(3):
+        logger.log({"loss": 0.5}, step)
+    logger.finish()
+    released.set()
+    assert [record.message for record in caplog.records if "is given up" in record.message] == [caplog.records[0].message]
+    assert caplog.records[-1].message.endswith("has not got 3 of 3 lines of this run")
 
 
 def test_a_slow_logger_gets_every_line_in_order_while_the_run_goes_on(caplog: pytest.LogCaptureFixture):

@@ -78,7 +78,7 @@ class ContinuedLogger:
     def finish(self) -> None:
         """Finish the logger."""
         if not self._is_given_up and not self._put("finish", self._finish).wait(self._timeout_s):
-            self._give_up(self._call[0] if self._call else "finish")
+            self._give_up(late[0] if (late := self._call) is not None else "finish")
         if self._is_given_up and self._lines > self._logged:
             _logger.warning("the logger %s has not got %d of %d lines of this run", self._name, self._lines - self._logged, self._lines)
         self._is_given_up = True  # the thread ends, and nothing is logged afterwards
@@ -103,7 +103,7 @@ class ContinuedLogger:
             self._give_up(late[0])
 
     def _put(self, where: str, call: Callable[[], object]) -> threading.Event:
-        """Hand a call to the thread. Returns the event of its end; waits while too many are waiting."""
+        """Hand a call to the thread; wait while too many are waiting. Returns the event of its end, or of the logger's that is given up."""
         ended = threading.Event()
         while not self._is_given_up:
             try:
@@ -112,6 +112,8 @@ class ContinuedLogger:
             except queue.Full:
                 if (late := self._call) is not None and time.monotonic() - late[1] >= self._timeout_s:
                     self._give_up(late[0])
+        else:
+            ended.set()  # there is nothing to wait for
         self._newest = ended
         return ended
 
