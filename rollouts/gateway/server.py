@@ -8,9 +8,7 @@ async with open_gateway(engine, tokenizer) as gateway:
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +21,7 @@ from uuid import uuid4
 import trio
 
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, flatten_errors, raise_single_errors
+from rollouts.errors import ConfigError, raise_single_errors
 from rollouts.gateway.answering import Answerer, Prepared
 from rollouts.gateway.cassettes.tapes import Tapes, find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
@@ -34,8 +32,8 @@ from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
 from rollouts.gateway.http.access import check_access, check_key, digest_api_key, is_key, read_secret, split_path
-from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText, open_connection
-from rollouts.gateway.http.wire import CLIENT_HAS_LEFT
+from rollouts.gateway.http.connections import Connection, HTTPEvents, HTTPRequest, HTTPResponse, SendText
+from rollouts.gateway.http.listening import listen, serve_connection
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.gateway.requests import Answered, GatewayRequest, insert_history, reply_message
 from rollouts.gateway.samples import Rows, answers_to_samples
@@ -180,13 +178,7 @@ class Gateway:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Answer the requests of a connection until it ends."""
-        try:
-            async with open_connection(stream, self.config.max_body_bytes) as connection:
-                await self._answer_all(connection)
-        except Exception as error:
-            error.add_note("it ended one connection of the gateway; the others go on")
-            if not all(isinstance(inner, (*CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
-                _logger.exception("a connection of the gateway failed")
+        await serve_connection(stream, self._answer_all, max_body_bytes=self.config.max_body_bytes, server="gateway")
 
     async def _answer_all(self, connection: Connection) -> None:
         """Answer the requests of a connection. Raises what ends it."""
@@ -360,12 +352,7 @@ async def serve_sessions(
 ) -> AsyncGenerator[Gateway]:
     """Serve engines until the block ends, with cassettes that other gateways may use, too. Raises ConfigError, DataError."""
     gateway = Gateway(engines, tokenizer, config, tapes)
-    try:
-        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=4096)
-    except OSError as error:
-        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        advice = "Give an address of this machine as host, such as 127.0.0.1" if wrong_host else "Choose another port, or 0"
-        raise ConfigError(f"the gateway cannot listen on {config.host}, port {config.port}: {error}. {advice}") from error
+    listeners = await listen(config, "gateway")
     gateway.port = listeners[0].socket.getsockname()[1]
     with raise_single_errors():
         async with trio.open_nursery() as nursery:

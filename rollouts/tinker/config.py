@@ -8,8 +8,7 @@ from typing import Any
 
 from rollouts.config import check_choice, check_positive, check_setting
 from rollouts.config_files import is_number
-
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from rollouts.gateway.http.listening import check_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +36,10 @@ class TinkerConfig:
         for name in ("max_models", "max_samplers", "max_tokens_per_pass", "max_waiting", "max_body_bytes"):
             check_positive(self, name)
         check_choice(self, "compute_dtype", ("float32", "bfloat16"))
-        check_setting(0 <= self.port < 2**16, "TinkerConfig.port", self.port, "a port, 0 to 65535")
         for name in ("idle_s", "poll_s", "lora_alpha"):
             value: Any = getattr(self, name)
             check_setting(is_number(value) and value > 0, f"TinkerConfig.{name}", value, "a number above 0")
         seed: Any = self.seed
         check_setting(type(seed) is int, "TinkerConfig.seed", seed, "an integer")
         check_setting(bool(self.model_name), "TinkerConfig.model_name", self.model_name, "a name that is not empty")
-        good_token = self.token is None or (self.token.isascii() and self.token.isprintable() and not set(self.token) & set(" :"))
-        check_setting(good_token and self.token != "", "TinkerConfig.token", "***", "printable ASCII without spaces and colons, not empty")
-        check_setting(
-            self.token is not None or self.host in _LOOPBACK,
-            "TinkerConfig.token",
-            self.token,
-            f"a token, because host is {self.host}, where other machines can ask",
-        )
+        check_address(self)

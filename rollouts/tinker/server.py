@@ -6,9 +6,7 @@ async with open_tinker_server(model, tokenizer) as server:
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -17,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
 
-from rollouts.errors import CheckpointError, ConfigError, DataError, flatten_errors, raise_single_errors, redact
+from rollouts.errors import CheckpointError, ConfigError, DataError, raise_single_errors, redact
 from rollouts.gateway.dialects.fields import Fields
 from rollouts.gateway.http.access import check_access
-from rollouts.gateway.http.connections import Connection, HTTPRequest, HTTPResponse, open_connection
-from rollouts.gateway.http.wire import CLIENT_HAS_LEFT
+from rollouts.gateway.http.connections import Connection, HTTPRequest, HTTPResponse
+from rollouts.gateway.http.listening import listen, serve_connection
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.tinker.config import TinkerConfig
 from rollouts.tinker.service import Service
@@ -71,13 +69,7 @@ class TinkerServer:
 
     async def serve(self, stream: trio.SocketStream) -> None:
         """Answer the requests of a connection until it ends."""
-        try:
-            async with open_connection(stream, self.config.max_body_bytes) as connection:
-                await self._answer_all(connection)
-        except Exception as error:
-            error.add_note("it ended one connection of the server; the others go on")
-            if not all(isinstance(inner, (*CLIENT_HAS_LEFT, Refusal)) for inner in flatten_errors(error)):
-                _logger.exception("a connection of the server failed")
+        await serve_connection(stream, self._answer_all, max_body_bytes=self.config.max_body_bytes, server="server")
 
     async def _answer_all(self, connection: Connection) -> None:
         """Answer the requests of a connection. Raises what ends it."""
@@ -159,12 +151,7 @@ async def open_tinker_server(
     assert config is None or not settings, "pass a config or settings, not both"
     config = config or TinkerConfig(**settings)
     server = TinkerServer(service := Service(model, tokenizer, config))
-    try:
-        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=4096)
-    except OSError as error:
-        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-        advice = "Give an address of this machine as host, such as 127.0.0.1" if wrong_host else "Choose another port, or 0"
-        raise ConfigError(f"the server cannot listen on {config.host}, port {config.port}: {error}. {advice}") from error
+    listeners = await listen(config, "server")
     server.port = listeners[0].socket.getsockname()[1]
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
