@@ -6,7 +6,6 @@ vLLM or SGLang servers joined by commas; without one, the small built-in model w
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -15,14 +14,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
-from integration.settings.help_text import name_as_started
-from integration.settings.other_names import describe_unknown
+from integration.serving import create_parser, goes_online, name_options, read_arguments, read_model, read_token, run_until_stopped
 from rollouts.config import check_setting
-from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollouts.engines.protocol import InferenceEngine
@@ -73,40 +69,21 @@ class _Arguments:
 
 def parse(argv: Sequence[str]) -> _Arguments:
     """Return the arguments. Raises ConfigError; SystemExit for the help and for unknown options."""
-    if {"--help", "-h", "--help-all"} & set(argv):
-        with ignore_closed_stdout():
-            print(name_as_started(HELP))
-        raise SystemExit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--model.path", dest="path")
-    parser.add_argument("--model.device", dest="device", default="auto")
+    parser = create_parser()
     parser.add_argument("--chat", choices=("yes", "no"))
-    for name in ("--tokenizer", "--token-variable", "--cassette", "--record"):
+    for name in ("--tokenizer", "--cassette", "--record"):
         parser.add_argument(name)
-    parser.add_argument("--host", default="127.0.0.1")
-    for name, default in (("--port", 0), ("--max-tokens", 256), ("--max-in-flight", 1024), ("--seed", 0)):
+    for name, default in (("--max-tokens", 256), ("--max-in-flight", 1024)):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--idle-s", type=float, default=3600.0)
-    try:
-        given, others = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}; {name_as_started(PROGRAM)} --help describes the options") from error
-    if others:
-        _refuse(others)
-    if given.model is not None and given.path is not None:
-        raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
+    given = read_arguments(parser, argv, program=PROGRAM, help_text=HELP, models="one model, servers joined by commas")
+    model = read_model(given)
     check_setting(given.max_tokens >= 1, "--max-tokens", given.max_tokens, "a whole number, at least 1")
-    token = None
-    if given.token_variable is not None:
-        token = os.environ.get(given.token_variable)
-        if not token:
-            raise ConfigError(f"--token-variable {given.token_variable} names no variable of the environment with a token: set it")
     settings = {
         "host": given.host,
         "port": given.port,
-        "token": token,
+        "token": read_token(given),
         "chat": None if given.chat is None else given.chat == "yes",
         "max_in_flight": given.max_in_flight,
         "timeout_s": given.timeout_s or None,
@@ -117,23 +94,13 @@ def parse(argv: Sequence[str]) -> _Arguments:
         "seed": given.seed,
     }
     return _Arguments(
-        model=given.model or given.path,
+        model=model,
         device=given.device,
         tokenizer=given.tokenizer,
         settings=settings,
         max_tokens=given.max_tokens,
         seed=given.seed,
     )
-
-
-def _refuse(others: Sequence[str]) -> NoReturn:
-    """Raise for arguments that nothing reads: SystemExit for options, with those of a similar name on stderr, ConfigError for texts."""
-    flags = [argument.partition("=")[0] for argument in others if argument.startswith("--")]
-    if not flags:
-        raise ConfigError(f"{others[0]!r} stands behind the model: give one model, servers joined by commas, and options by their names")
-    known = re.findall(r"^  (--[\w.-]+)", HELP, flags=re.MULTILINE)
-    sys.stderr.write(f"{describe_unknown(flags, known)}\n  {name_as_started(PROGRAM)} --help lists the options\n")
-    raise SystemExit(2)
 
 
 @asynccontextmanager
@@ -178,36 +145,22 @@ async def serve(command: _Arguments) -> None:
         await trio.sleep_forever()
 
 
-def run(command: _Arguments) -> int:
-    """Run the server. Returns the exit status."""
-    import trio
-
-    from integration.run.job import favor_computation
-
-    with favor_computation():
-        trio.run(serve, command)
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
-    return run_command(partial(parse, sys.argv[1:] if argv is None else argv), run, _goes_online, _name_as_typed)
+    return run_command(
+        partial(parse, sys.argv[1:] if argv is None else argv),
+        partial(run_until_stopped, serve),
+        lambda command: goes_online(command.model),
+        _name_as_typed,
+    )
 
 
 def _name_as_typed(message: str) -> str:
     """Return the message of an error with the options of this command for the settings of the library."""
     message = message.replace("GatewayConfig.cassette", "--cassette").replace(" (GatewayConfig.record)", "")
-    for name in ("host", "port", "timeout_s", "idle_s", "max_in_flight", "record"):
-        message = message.replace(f"GatewayConfig.{name} ", f"--{name.replace('_', '-')} ")
-    message = re.sub(r"^(?:model\.)?device is ", "--model.device is ", message)
+    message = name_options(message, "GatewayConfig", ("host", "port", "timeout_s", "idle_s", "max_in_flight", "record"))
     message = re.sub(r"or None for (?=no limit|never)", "or 0 for ", message)
-    return message.replace("GatewayConfig.token ", "--token-variable ").replace("SamplingParams.max_tokens", "--max-tokens")
-
-
-def _goes_online(command: _Arguments) -> bool:
-    from rollouts.models.hub import is_hub_name
-
-    return command.model is not None and is_hub_name(command.model.partition("@")[0])
+    return message.replace("SamplingParams.max_tokens", "--max-tokens")
 
 
 if __name__ == "__main__":

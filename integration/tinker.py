@@ -5,19 +5,14 @@ python -m integration.tinker is the same.
 
 from __future__ import annotations
 
-import argparse
-import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from integration.closed_stdout import ignore_closed_stdout
 from integration.run.exit_status import run_command
-from integration.settings.help_text import name_as_started
-from integration.settings.other_names import describe_unknown
+from integration.serving import create_parser, goes_online, name_options, read_arguments, read_model, read_token, run_until_stopped
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,45 +59,20 @@ class _Arguments:
 
 def parse(argv: Sequence[str]) -> _Arguments:
     """Return the arguments. Raises ConfigError; SystemExit for the help and for unknown options."""
-    if {"--help", "-h", "--help-all"} & set(argv):
-        with ignore_closed_stdout():
-            print(name_as_started(HELP))
-        raise SystemExit(0)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("model", nargs="?")
-    parser.add_argument("--model.path", dest="path")
-    parser.add_argument("--model.device", dest="device", default="auto")
-    for name, default in (("--name", None), ("--directory", "tinker"), ("--host", "127.0.0.1"), ("--token-variable", None)):
-        parser.add_argument(name, default=default)
-    numbers = {"--port": 0, "--max-models": 4, "--max-samplers": 4, "--max-tokens-per-pass": 16_384, "--seed": 0}
-    for name, value in numbers.items():
+    parser = create_parser()
+    parser.add_argument("--name")
+    parser.add_argument("--directory", default="tinker")
+    for name, value in (("--max-models", 4), ("--max-samplers", 4), ("--max-tokens-per-pass", 16_384)):
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--idle-s", type=float, default=300.0)
-    try:
-        given, others = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name}: {error.message}; {name_as_started(PROGRAM)} --help describes the options") from error
-    flags = [argument.partition("=")[0] for argument in others if argument.startswith("--")]
-    if flags:
-        known = re.findall(r"^  (--[\w.-]+)", HELP, flags=re.MULTILINE)
-        sys.stderr.write(f"{describe_unknown(flags, known)}\n  {name_as_started(PROGRAM)} --help lists the options\n")
-        raise SystemExit(2)
-    if others:
-        raise ConfigError(f"{others[0]!r} stands behind the model: give one model, and options by their names")
-    if given.model is not None and given.path is not None:
-        raise ConfigError(f"the model is named twice, {given.model!r} and --model.path {given.path!r}: leave one of them out")
-    token = None
-    if given.token_variable is not None:
-        token = os.environ.get(given.token_variable)
-        if not token:
-            raise ConfigError(f"--token-variable {given.token_variable} names no variable of the environment with a token: set it")
-    model = given.model or given.path
+    given = read_arguments(parser, argv, program=PROGRAM, help_text=HELP)
+    model = read_model(given)
     if given.name == "":
         raise ConfigError("--name is '', expected a name that is not empty")
     settings = {
         "host": given.host,
         "port": given.port,
-        "token": token,
+        "token": read_token(given),
         "model_name": given.name or model or "policy",
         "directory": given.directory,
         "max_models": given.max_models,
@@ -150,34 +120,20 @@ async def serve(command: _Arguments) -> None:
         await trio.sleep_forever()
 
 
-def run(command: _Arguments) -> int:
-    """Run the server. Returns the exit status."""
-    import trio
-
-    from integration.run.job import favor_computation
-
-    with favor_computation():
-        trio.run(serve, command)
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
-    return run_command(partial(parse, sys.argv[1:] if argv is None else argv), run, _goes_online, _name_as_typed)
+    return run_command(
+        partial(parse, sys.argv[1:] if argv is None else argv),
+        partial(run_until_stopped, serve),
+        lambda command: goes_online(command.model),
+        _name_as_typed,
+    )
 
 
 def _name_as_typed(message: str) -> str:
     """Return the message of an error with the options of this command for the settings of the library."""
-    for name in ("host", "port", "directory", "max_models", "max_samplers", "max_tokens_per_pass", "idle_s", "seed"):
-        message = message.replace(f"TinkerConfig.{name} ", f"--{name.replace('_', '-')} ")
-    message = re.sub(r"^(?:model\.)?device is ", "--model.device is ", message)
-    return message.replace("TinkerConfig.token ", "--token-variable ").replace("TinkerConfig.model_name ", "--name ")
-
-
-def _goes_online(command: _Arguments) -> bool:
-    from rollouts.models.hub import is_hub_name
-
-    return command.model is not None and is_hub_name(command.model.partition("@")[0])
+    fields = ("host", "port", "directory", "max_models", "max_samplers", "max_tokens_per_pass", "idle_s", "seed")
+    return name_options(message, "TinkerConfig", fields).replace("TinkerConfig.model_name ", "--name ")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ PLACEHOLDERS = {"--section.field", "--name", "--api"}  # the last one begins opt
 SPELLED_BY_CODE = (
     "integration/settings/option_effects.py",
     "integration/view/source.py",
-    "integration/gateway.py",
-    "integration/tinker.py",
+    "integration/serving.py",
 )  # "--{}", where underscores become hyphens
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z{][\w.{}-]*")
 
