@@ -9,6 +9,7 @@ several of --max-file-gib, and a model card.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,7 +49,8 @@ class Arguments:
     """name on the Hugging Face hub, ORG/NAME, to publish the result under; a new model there is private; None = not published"""
 
     def __post_init__(self) -> None:
-        check_setting(self.max_file_gib is None or self.max_file_gib > 0, "--max-file-gib", self.max_file_gib, "more than 0, or None")
+        limit = self.max_file_gib
+        check_setting(limit is None or 0 < limit < math.inf, "--max-file-gib", limit, "a number above 0, or None")
 
 
 def run(arguments: Arguments) -> int:

@@ -9,6 +9,7 @@ Exit status: 0 without a failed check, 1 with one or if a check cannot be made, 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,9 +66,9 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
                 number = float(value)
             except ValueError as error:
                 raise ConfigError(f"{name} is {value!r}, expected a number") from error
-            if name == "--rows" and (number < 1 or number != int(number)):
+            if name == "--rows" and not (number >= 1 and number.is_integer()):
                 raise ConfigError(f"{name} is {value}, expected a whole number of at least 1")
-            if number < 0:
+            if not 0 <= number < math.inf:
                 raise ConfigError(f"{name} is {value}, expected at least 0 seconds")
             rows, timeout_s = (int(number), timeout_s) if name == "--rows" else (rows, number)
         else:

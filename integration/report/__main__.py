@@ -54,6 +54,8 @@ def report(arguments: Arguments) -> str:
         raise ConfigError(f"--max-tokens is {arguments.max_tokens}, expected at least 1, or 0 for all")
     if arguments.serve and arguments.output is not None:
         raise ConfigError("--serve writes no file: leave --output out, or --serve")
+    if not 0 <= arguments.port < 2**16:
+        raise ConfigError(f"--port is {arguments.port}, expected 0 to 65535")
     if arguments.port and not arguments.serve:
         raise ConfigError(f"--port {arguments.port} is read only with --serve: add it, or leave --port out")
     import trio

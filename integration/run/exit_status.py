@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -13,6 +14,7 @@ from rollouts.errors import ConfigError, DataError, RolloutsError, locate_error,
 
 T = TypeVar("T")
 EXIT_USAGE, EXIT_FAILURE, EXIT_STOPPED = 2, 1, 130
+_MOST_SHOWN = 40  # characters of a name that is too long
 
 
 class SafeText:
@@ -81,6 +83,14 @@ def _run_told(
             raise
         first, count = first_error(errors)
         return report_error(first, EXIT_FAILURE, f"\n  ({count - 1} more failed at the same time)")
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = os.fsdecode(error.filename or "")
+        told = (
+            f"{name[:_MOST_SHOWN]}... ({len(name)} characters) is longer than the name of a file can be: correct the option that names it"
+        )
+        return report_error(ConfigError(told), EXIT_USAGE)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_STOPPED

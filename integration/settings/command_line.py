@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import re
 import shlex
 import sys
@@ -335,7 +336,7 @@ def read_config_file(path: Path, default: C) -> C:
         default: its values stand for settings that a .toml or .json file leaves out.
     """
     kind = type(default)
-    if path.suffix == ".py" and path.is_file():
+    if path.suffix == ".py" and os.path.isfile(path):
         config = getattr(load_module(path), "config", None)
         if not isinstance(config, kind):
             place = f"{kind.__module__}.{kind.__name__}"
@@ -366,8 +367,8 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
     Raises: ConfigError with the file's name.
     """
-    if not path.is_file():
-        found = "is a directory" if path.is_dir() else "does not exist"
+    if not os.path.isfile(path):  # False, too, of names that no file can have
+        found = "is a directory" if os.path.isdir(path) else "does not exist"
         raise ConfigError(f"configuration file {path} {found}: give a .py, .toml or .json file, or leave --config out")
     if path.suffix == ".py":
         return {}
@@ -376,6 +377,8 @@ def read_settings(path: Path) -> Mapping[str, Any]:
     if path.suffix == ".toml":
         try:
             return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}: mend that, or give another file") from error
         except UnicodeDecodeError as error:
             raise ConfigError(f"{path} is not UTF-8 at byte {error.start}: save the file as UTF-8") from error
         except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -410,7 +413,7 @@ def read_base(argv: Sequence[str], default: C) -> C:
         if directory is None:
             raise ConfigError("--resume needs --output-dir DIR, the directory of the interrupted run")
         saved = Path(directory) / CONFIG_FILE
-        if not saved.is_file() or (not (Path(directory) / RUN_FILE).is_file() and "architectures" in read_json(saved)):  # a model's
+        if not os.path.isfile(saved) or (not (Path(directory) / RUN_FILE).is_file() and "architectures" in read_json(saved)):  # a model's
             raise ConfigError(
                 f"{directory} has no {CONFIG_FILE}: it is not the directory of a run, so there is nothing to resume; leave --resume out to "
                 "start a run there"
@@ -421,7 +424,7 @@ def read_base(argv: Sequence[str], default: C) -> C:
 
 def find_run(path: Path) -> Path | None:
     """Return the run directory that a path is, or is in; None if there is none."""
-    places = (path, *path.absolute().parents, *path.resolve().parents) if path.exists() else ()
+    places = (path, *path.absolute().parents, *path.resolve().parents) if os.path.exists(path) else ()
     return next((place for place in places if (place / CONFIG_FILE).is_file() and (place / RUN_FILE).is_file()), None)
 
 

@@ -186,7 +186,7 @@ def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: 
         (["eval", "here", "--n", "0"], "--n is 0, expected a whole number, at least 1"),
         (["eval", "here", "--generation.top-p", "2"], "--generation.top-p is 2.0, expected more than 0, at most 1"),
         (["eval", "here", "--rl.num-steps", "3"], "--rl.num-steps is about training, and has no effect in an evaluation"),
-        (["convert", "here", "there", "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0, or None"),
+        (["convert", "here", "there", "--max-file-gib", "0"], "--max-file-gib is 0.0, expected a number above 0, or None"),
         (["report", "here", "--max-tokens", "-1"], "--max-tokens is -1, expected at least 1, or 0 for all"),
         (["view", "here", "--limit", "-1"], "--limit is -1, expected at least 1, or 0 for all"),
         (["gateway", "--port", "x"], "--port: invalid int value: 'x'; "),

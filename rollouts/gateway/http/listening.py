@@ -49,8 +49,8 @@ async def listen(settings: Address, server: str) -> list[trio.SocketListener]:
     """Open the listeners of a server, which is called so in errors. Raises ConfigError for an address that cannot be had."""
     try:
         return await trio.open_tcp_listeners(settings.port, host=settings.host, backlog=4096)
-    except OSError as error:
-        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no name server can be asked for
+        wrong_host = not isinstance(error, OSError) or isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         advice = "Give an address of this machine as host, such as 127.0.0.1" if wrong_host else "Choose another port, or 0"
         raise ConfigError(f"the {server} cannot listen on {settings.host}, port {settings.port}: {error}. {advice}") from error
 
