@@ -27,7 +27,7 @@ from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.data.collate import collate_samples
-from rollouts.models.forward import pack_batch
+from rollouts.models.forward.packing import pack_batch
 from rollouts.models.linear import Kernels, choose_kernels, has_onednn
 from rollouts.types import Sample, TrainBatch
 

@@ -11,7 +11,7 @@ import torch
 from rollouts.backends.lora.adapters import choose_targets, count_lora_parameters, linear_layers
 from rollouts.backends.lora.config import LoRAConfig
 from rollouts.errors import ConfigError
-from rollouts.models.forward import get_decoder
+from rollouts.models.forward.output_layers import get_decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from rollouts.backends.optim.optimizers import (
 )
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.backends.ranks.distributed import count_launched
-from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
+from rollouts.models.forward.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.linear import Kernels, use_kernels
 from rollouts.models.loading import open_model, parse_dtype

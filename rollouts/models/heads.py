@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rollouts.errors import ConfigError
-from rollouts.models.forward import find_layers_before, get_decoder, get_value_head
+from rollouts.models.forward.output_layers import find_layers_before, get_decoder, get_value_head
 from rollouts.models.loading import (
     check_model_directory,
     explain_loading,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, DataError
-from rollouts.models.forward import get_decoder
+from rollouts.models.forward.output_layers import get_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,24 +18,11 @@ from torch import Tensor
 
 from rollouts.data.model_limits import ModelLimits, find_context_length, read_limits
 from rollouts.errors import ConfigError
-from rollouts.models.forward import (
-    ATTENTION_NAME,
-    USE_ANOTHER,
-    ComputeOutputs,
-    OutputOptions,
-    attend,
-    attend_packed,
-    describe_outputs,
-    find_chunk,
-    get_decoder,
-    get_output_layer,
-    get_value_head,
-    name_layer,
-    pack_padded,
-    read_value_head,
-    run_native,
-    run_packed,
-)
+from rollouts.models.forward.attention import ATTENTION_NAME, USE_ANOTHER, attend, attend_packed, find_chunk, name_layer
+from rollouts.models.forward.output_layers import get_decoder, get_output_layer, get_value_head, read_value_head
+from rollouts.models.forward.outputs import ComputeOutputs, OutputOptions, describe_outputs
+from rollouts.models.forward.packing import pack_padded
+from rollouts.models.forward.passes import run_native, run_packed
 from rollouts.models.loading import mend_own_code
 from rollouts.models.replay import Choices, compare_replay
 from rollouts.models.routers import Routers, find_routers, probe_routers

@@ -38,7 +38,7 @@ from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.batches import select_rows
 from rollouts.data.collate import collate_samples
-from rollouts.models.forward import compute_scores
+from rollouts.models.forward.outputs import compute_scores
 from rollouts.models.heads import create_critic_model
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample, TokenOutputs, TrainBatch

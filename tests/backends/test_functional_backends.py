@@ -30,7 +30,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig
 from rollouts.data.collate import collate_samples
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.forward import compute_values
+from rollouts.models.forward.outputs import compute_values
 from rollouts.models.heads import create_critic_model
 from rollouts.testing import create_tiny_model
 from rollouts.types import LossOutput, Sample, TokenOutputs
@@ -383,7 +383,7 @@ def test_logits_of_all_tokens_never_exist_at_once():
 
     from rollouts.backends.jax.model import compute_log_probs, pack_arrays
     from rollouts.backends.jax.steps import to_array
-    from rollouts.models.forward import pack_padded
+    from rollouts.models.forward.packing import pack_padded
 
     model = create_tiny_model(vocab_size=91, num_layers=1)
     weights = {name: to_array(value) for name, value in model.state_dict().items() if name != "lm_head.weight"}

@@ -29,8 +29,10 @@ from rollouts.backends.pytorch.files import read_trainer_state
 from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError, CheckpointError, ConfigError
-from rollouts.models import forward
-from rollouts.models.forward import attend_packed, find_attention_dtype, has_varlen, pack_padded, run_packed
+from rollouts.models.forward import attention
+from rollouts.models.forward.attention import attend_packed, find_attention_dtype, has_varlen
+from rollouts.models.forward.packing import pack_padded
+from rollouts.models.forward.passes import run_packed
 from rollouts.models.prepare import recompute_activations, use_packed_attention
 from rollouts.testing import create_tiny_model
 from rollouts.types import LossOutput, Sample
@@ -92,7 +94,7 @@ def test_one_call_for_all_rows_attends_as_a_call_for_each_length(monkeypatch, wi
     packed = pack_padded(batch.tokens, batch.lengths)
     query, key, value = (torch.randn(1, n, sum(LENGTHS), 8, generator=draw) for n in (4, num_kv_heads, num_kv_heads))
     expected = attend_packed(None, query, key, value, scaling, 0.0, window, packed=packed)
-    monkeypatch.setattr(forward, "has_varlen", lambda *_: True)
+    monkeypatch.setattr(attention, "has_varlen", lambda *_: True)
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", attend_as_documented)
     found = attend_packed(None, query, key, value, scaling, 0.0, window, packed=packed)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

@@ -21,7 +21,7 @@ from rollouts.data.collate import collate_context_ids, collate_samples, collate_
 from rollouts.data.samples import completion_to_sample, convert_to_batch, mask_truncated, with_reward
 from rollouts.data.segments import find_missed_tokens, start_segments, with_segment_log_probs
 from rollouts.errors import DataError
-from rollouts.models.forward import pack_padded
+from rollouts.models.forward.packing import pack_padded
 from rollouts.types import Completion, Sample, Status, TrainBatch, Turn
 
 

@@ -37,7 +37,7 @@ from rollouts.data.segments import find_missed_tokens, start_segments
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.generation.single_turn import GroupSettings, generate_group
 from rollouts.generation.workflows import RLVRWorkflow, create_workflow_generate_fn
-from rollouts.models.forward import find_cache_name
+from rollouts.models.forward.output_layers import find_cache_name
 from rollouts.testing import create_tiny_model
 from rollouts.types import Group, Prompt, RolloutBatch, Sample, SamplingParams, Status
 

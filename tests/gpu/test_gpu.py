@@ -34,8 +34,11 @@ from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.engines.weights.cuda_ipc import SharedBucket, vllm_handles
 from rollouts.engines.weights.nccl import create_communicator
-from rollouts.models import forward
-from rollouts.models.forward import OutputOptions, attend_packed, compute_log_probs, move_batch, pack_batch, run_rows
+from rollouts.models.forward import attention
+from rollouts.models.forward.attention import attend_packed
+from rollouts.models.forward.outputs import OutputOptions, compute_log_probs
+from rollouts.models.forward.packing import pack_batch
+from rollouts.models.forward.passes import move_batch, run_rows
 from rollouts.models.loading import load_hf_model
 from rollouts.types import SamplingParams
 
@@ -92,7 +95,7 @@ def test_one_call_for_all_rows_is_a_call_for_each_length(window: int | None, num
     direction = torch.randn(shapes[0], device=DEVICE)
     found = []
     for one_call in (True, False):
-        monkeypatch.setattr(forward, "has_varlen", lambda *_, one_call=one_call: one_call)
+        monkeypatch.setattr(attention, "has_varlen", lambda *_, one_call=one_call: one_call)
         query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
         out = attend_packed(None, query, key, value, 0.2, 0.0, window, packed=packed)
         found.append((out.detach(), *torch.autograd.grad((out.float() * direction).sum(), leaves)))

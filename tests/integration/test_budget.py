@@ -59,7 +59,8 @@ from rollouts.data.collate import collate_samples
 from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.engines.inprocess.slots import SlotModel
 from rollouts.errors import ConfigError
-from rollouts.models.forward import OutputOptions, compute_log_probs, run_rows
+from rollouts.models.forward.outputs import OutputOptions, compute_log_probs
+from rollouts.models.forward.passes import run_rows
 from rollouts.models.heads import create_reward_model
 from rollouts.models.prepare import recompute_activations, use_packed_attention
 from rollouts.testing import create_tiny_model

@@ -26,7 +26,8 @@ from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.errors import CheckpointError, ConfigError
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
-from rollouts.models.forward import compute_values, get_value_head
+from rollouts.models.forward.output_layers import get_value_head
+from rollouts.models.forward.outputs import compute_values
 from rollouts.models.heads import create_critic_model, init_value_head, load_critic_model
 from rollouts.models.tokens import TokenSpec, explain_token_differences
 from rollouts.rl_loop import run_rl_training

@@ -24,7 +24,8 @@ from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.slots import attend_slots
 from rollouts.errors import ConfigError, DataError, EngineRequestError
 from rollouts.models import loading
-from rollouts.models.forward import OutputOptions, compute_log_probs, get_output_layer
+from rollouts.models.forward.output_layers import get_output_layer
+from rollouts.models.forward.outputs import OutputOptions, compute_log_probs
 from rollouts.models.loading import load_hf_model
 from rollouts.models.prepare import check_output_layer, prepare_attention, prepare_model
 from rollouts.types import Sample, SamplingParams

@@ -22,7 +22,9 @@ from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.protocol import BackendFeature, get_backend_features
 from rollouts.batches import SHARED_FROM, find_shared_prompts, plan_microbatches, plan_shared_microbatches, select_rows
 from rollouts.data.collate import collate_samples
-from rollouts.models.forward import compute_log_probs, pack_batch, pack_padded, run_rows
+from rollouts.models.forward.outputs import compute_log_probs
+from rollouts.models.forward.packing import pack_batch, pack_padded
+from rollouts.models.forward.passes import run_rows
 from rollouts.models.prepare import can_share_prompts
 from rollouts.testing import create_tiny_model
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts

@@ -25,7 +25,7 @@ from rollouts.engines.launch.servers import launch_server
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.engines.vllm.protocol import explain_missing_routes
 from rollouts.errors import EngineError
-from rollouts.models.forward import ATTENTION_NAME
+from rollouts.models.forward.attention import ATTENTION_NAME
 from rollouts.models.prepare import probe_attention
 from rollouts.testing import create_tiny_model
 from rollouts.types import Sample, SamplingParams

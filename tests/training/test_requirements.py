@@ -20,7 +20,7 @@ from rollouts.errors import ConfigError
 from rollouts.generation.contract import gives_turns
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
-from rollouts.models.forward import compute_scores
+from rollouts.models.forward.outputs import compute_scores
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
 from rollouts.training.requirements import FILLABLE, check_requirements, check_rl_batch_sizes
 from rollouts.types import Algorithm, SamplingParams

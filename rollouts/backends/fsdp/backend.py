@@ -56,20 +56,9 @@ from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import BadNumberError
 from rollouts.models.expert_load import add_balance, add_loads, stack_load, summarize_load, unstack_load
-from rollouts.models.forward import (
-    ComputeOutputs,
-    ForeseenLoss,
-    OutputOptions,
-    PackedRows,
-    check_batch,
-    compute_log_probs,
-    describe_outputs,
-    move_batch,
-    pack_batch,
-    replaying,
-    run_rows,
-    training_mode,
-)
+from rollouts.models.forward.outputs import ComputeOutputs, ForeseenLoss, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.models.forward.packing import PackedRows, pack_batch
+from rollouts.models.forward.passes import check_batch, move_batch, replaying, run_rows, training_mode
 from rollouts.models.prepare import can_share_prompts, check_head, check_master_weights, inspect_routers, prepare_attention
 from rollouts.models.replay import check_replayed
 from rollouts.models.tokens import TokenSpec, describe_tokens

@@ -22,7 +22,7 @@ from rollouts.backends.lora.config import LoRAConfig
 from rollouts.backends.optim.optimizers import AdamW, ScheduledAdamWArguments, create_idle_optimizer, create_rule, takes
 from rollouts.backends.ranks.distributed import Ranks, init_distributed
 from rollouts.errors import ConfigError
-from rollouts.models.forward import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
+from rollouts.models.forward.outputs import ComputeOutputs, compute_log_probs, compute_scores, compute_tops, compute_values
 from rollouts.models.heads import open_critic, open_reward_model
 from rollouts.models.loading import load_tokenizer
 

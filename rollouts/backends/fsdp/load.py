@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rollouts.backends.weights.fill import ChosenWeights, WeightSource, fill_weights, open_weights
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.forward import get_value_head
+from rollouts.models.forward.output_layers import get_value_head
 from rollouts.models.heads import CRITIC, CRITIC_KIND, explain_deep_score, find_head_class, init_value_head, is_reward_model
 from rollouts.models.loading import check_model_directory, explain_loading, is_of_kind, read_model_config
 from rollouts.models.weights import base_weights

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.errors import ConfigError
-from rollouts.models.forward import get_decoder
+from rollouts.models.forward.output_layers import get_decoder
 from rollouts.models.prepare import recompute_activations
 
 if TYPE_CHECKING:

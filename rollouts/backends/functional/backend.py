@@ -21,16 +21,8 @@ from rollouts.backends.pytorch.files import export_model, read_trainer_state, wr
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_recorded
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.errors import BadNumberError, CheckpointError
-from rollouts.models.forward import (
-    ComputeOutputs,
-    OutputOptions,
-    admit_batch,
-    compute_log_probs,
-    describe_outputs,
-    replaying,
-    run_rows,
-    training_mode,
-)
+from rollouts.models.forward.outputs import ComputeOutputs, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.models.forward.passes import admit_batch, replaying, run_rows, training_mode
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens

@@ -45,7 +45,7 @@ from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_r
 from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.models.forward import admit_batch
+from rollouts.models.forward.passes import admit_batch
 from rollouts.models.loading import open_model, parse_dtype
 from rollouts.models.prepare import check_same, native_attention, probe_attention
 from rollouts.models.tokens import TokenSpec, describe_tokens

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from rollouts.errors import ConfigError
-from rollouts.models.forward import PackedRows
+from rollouts.models.forward.packing import PackedRows
 
 if TYPE_CHECKING:
     import jax

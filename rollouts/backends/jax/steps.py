@@ -23,7 +23,7 @@ from rollouts.backends.optim.optimizers import AdamW
 from rollouts.backends.optim.updates import UpdateCounts, count_update, describe_bad
 from rollouts.backends.protocol import list_metrics
 from rollouts.errors import DataError
-from rollouts.models.forward import PackedRows, pack_padded
+from rollouts.models.forward.packing import PackedRows, pack_padded
 from rollouts.types import LossFn, TokenOutputs, TrainBatch
 
 if TYPE_CHECKING:

@@ -43,21 +43,9 @@ from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, list_r
 from rollouts.backends.weights.export import alone, collect_pieces
 from rollouts.config import BadNumbers
 from rollouts.models.expert_load import add_balance, add_loads, summarize_load
-from rollouts.models.forward import (
-    ComputeOutputs,
-    ForeseenLoss,
-    OutputOptions,
-    PackedRows,
-    check_batch,
-    compute_log_probs,
-    describe_outputs,
-    is_gradient_zero,
-    move_batch,
-    pack_batch,
-    replaying,
-    run_rows,
-    training_mode,
-)
+from rollouts.models.forward.outputs import ComputeOutputs, ForeseenLoss, OutputOptions, compute_log_probs, describe_outputs
+from rollouts.models.forward.packing import PackedRows, pack_batch
+from rollouts.models.forward.passes import check_batch, is_gradient_zero, move_batch, replaying, run_rows, training_mode
 from rollouts.models.prepare import prepare_model
 from rollouts.models.tokens import TokenSpec, describe_tokens
 from rollouts.models.weights import (

@@ -24,7 +24,7 @@ from rollouts.backends.lora.adapters import adapters_off
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
 from rollouts.backends.ranks.group import RankGroup
 from rollouts.backends.unread_metrics import RecordedTokens, UnreadMetrics
-from rollouts.models.forward import check_batch
+from rollouts.models.forward.passes import check_batch
 from rollouts.models.tokens import TokenSpec
 from rollouts.types import LossFn, TrainBatch
 from rollouts.weight_specs import WeightSpec

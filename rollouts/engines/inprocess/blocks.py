@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.models.forward import find_chunk, tune_queries
+from rollouts.models.forward.attention import find_chunk, tune_queries
 
 BLOCK_TOKENS = 64
 """Tokens of a block. A longer one costs more tokens to compute again in each turn, a shorter one more passes for a new prompt."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.slots import Decoding, SlotModel
 from rollouts.errors import ConfigError
-from rollouts.models.forward import USE_ANOTHER, find_cache_name, get_decoder, get_output_layer
+from rollouts.models.forward.attention import USE_ANOTHER
+from rollouts.models.forward.output_layers import find_cache_name, get_decoder, get_output_layer
 from rollouts.models.loading import mend_own_code
 from rollouts.models.prepare import (
     check_output_layer,

@@ -21,16 +21,10 @@ from rollouts.engines.inprocess.blocks import BLOCK_TOKENS, Beginning, Extension
 from rollouts.engines.inprocess.experts import ExpertRecorder
 from rollouts.engines.inprocess.graphs import DecodeGraphs, StepInputs, capture_graph, find_bucket
 from rollouts.errors import ConfigError
-from rollouts.models.forward import (
-    PackedRows,
-    attend_packed,
-    find_chunk,
-    get_decoder,
-    get_output_layer,
-    pack_padded,
-    run_packed,
-    tune_queries,
-)
+from rollouts.models.forward.attention import attend_packed, find_chunk, tune_queries
+from rollouts.models.forward.output_layers import get_decoder, get_output_layer
+from rollouts.models.forward.packing import PackedRows, pack_padded
+from rollouts.models.forward.passes import run_packed
 from rollouts.models.prepare import (
     check_layer_kinds,
     check_output_layer,

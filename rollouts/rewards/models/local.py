@@ -24,7 +24,9 @@ from rollouts.chat.tokenize import prepare_sft_sample, render_messages, special_
 from rollouts.data.model_limits import find_context_length
 from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, DataError, RewardError
-from rollouts.models.forward import get_value_head, pack_padded, read_value_head, run_native, run_packed
+from rollouts.models.forward.output_layers import get_value_head, read_value_head
+from rollouts.models.forward.packing import pack_padded
+from rollouts.models.forward.passes import run_native, run_packed
 from rollouts.models.heads import load_reward_model, reads_turn_end
 from rollouts.models.loading import load_tokenizer, parse_device
 from rollouts.models.prepare import prepare_attention

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rollouts.engines.inprocess.sampling import truncate_logits
 from rollouts.errors import RolloutsError
-from rollouts.models.forward import find_cache_name
+from rollouts.models.forward.output_layers import find_cache_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
