@@ -38,7 +38,8 @@ by name. Models are trained as LoRA adapters; what clients save is below --direc
   --max-models N           models in training at a time; they share the frozen weights (default: 4)
   --max-samplers N         sets of weights kept for sampling, each with a copy of the model (default: 4)
   --max-tokens-per-pass N  most tokens of a forward pass in training; larger requests are split (default: 16384)
-  --idle-s SECONDS         time without a sign of life of a client after which its models are dropped (default: 300)
+  --idle-s SECONDS         time without a sign of life of a client after which its models are dropped, and after which requests no longer
+                           wait for one before them that was lost (default: 300)
   --seed N                 seed of adapters and of sampling where a request has none, and of the built-in model (default: 0)
   --help                   print this help
 

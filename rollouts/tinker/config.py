@@ -27,7 +27,9 @@ class TinkerConfig:
     compute_dtype: str = "float32"  # dtype of matrix products in training: float32 or bfloat16
     max_tokens_per_pass: int = 16_384  # most tokens of one forward pass in training; larger requests are split, which changes no sum
     max_waiting: int = 4096  # sampling requests that may wait or run; more get status 429, and the client sends them again
-    idle_s: float = 300.0  # seconds without a sign of life (clients send one each 10 s) after which a client's models are dropped
+    # seconds without a sign of life (clients send one each 10 s) after which a client's models are dropped, and after which requests no
+    # longer wait for one before them that was lost
+    idle_s: float = 300.0
     poll_s: float = 20.0  # seconds that a question for a result waits for it; the client asks again
     max_body_bytes: int = 64 * 2**20  # largest body of a request; larger ones get status 413
     seed: int = 0  # seed of adapters and of sampling where a request has none

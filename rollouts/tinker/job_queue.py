@@ -1,11 +1,16 @@
-"""Jobs of a model in the order of their numbers, whatever the order in which they arrive."""
+"""Models in training with their jobs, which run in the order of their numbers, whatever the order in which they arrive."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import trio
+
+from rollouts.tinker.trained import TrainedModel
+from rollouts.tinker.wire.requests import ModelRequest
 
 Job: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -28,11 +33,56 @@ class JobQueue:
         """Whether a job has this number, or had it."""
         return number < self.next_number or number in self._jobs
 
-    async def run(self) -> None:
-        """Run the jobs, one at a time, until this is cancelled."""
+    async def run(self, patience_s: float, give_up: Callable[[int], None]) -> None:
+        """Run the jobs, one at a time, until this is cancelled.
+
+        Args:
+            patience_s: seconds that jobs wait for one before them that does not arrive.
+            give_up: called with the number of a job that was waited for so long, and is left out.
+        """
         while True:
-            while self.next_number not in self._jobs:
-                self._arrived = trio.Event()
-                await self._arrived.wait()
-            await self._jobs.pop(self.next_number)()
+            await self._wait(patience_s)
+            job = self._jobs.pop(self.next_number, None)
+            if job is None:
+                give_up(self.next_number)
+            else:
+                await job()
             self.next_number += 1
+
+    async def _wait(self, patience_s: float) -> None:
+        """Wait for the next job, or until others have waited for it for too long."""
+        deadline = math.inf
+        while self.next_number not in self._jobs and trio.current_time() < deadline:
+            if self._jobs:
+                deadline = min(deadline, trio.current_time() + patience_s)
+            self._arrived = trio.Event()
+            with trio.move_on_at(deadline):
+                await self._arrived.wait()
+
+
+@dataclass(eq=False)
+class Training:
+    """A model in training: its requests by number, which run in the order of these."""
+
+    model_id: str
+    session_id: str
+    request: ModelRequest
+    queue: JobQueue = field(default_factory=JobQueue)
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    model: TrainedModel | None = None  # None = not made yet
+
+    async def run(self, patience_s: float) -> None:
+        """Run the jobs until this is cancelled; a request that others have waited for, for patience_s seconds, is given up."""
+
+        def give_up(number: int) -> None:
+            self.note_failure(
+                f"request {number} of {self.model_id} did not arrive, though later ones waited {patience_s:g} s for it: it was refused "
+                "before it was read, or got lost"
+            )
+
+        await self.queue.run(patience_s, give_up)
+
+    def note_failure(self, reason: str) -> None:
+        """Note that a part of the gradient is missing, so that the next update is refused."""
+        if self.model is not None:
+            self.model.note_failure(reason)

@@ -69,18 +69,14 @@ class Engines:
         Raises: EngineRequestError if its weights made room for others and are on no disk, or were overwritten there; CheckpointError
             if they cannot be read.
         """
-        async with self._loading:
-            found = self._loaded.get(source)
-            if found is None:
-                if source not in self._paths and source != BASE:
-                    raise EngineRequestError(
-                        f"the weights of this sampling client are no longer kept: this server keeps {self._most} sets of weights (its "
-                        "setting max_samplers), and newer ones took their place. Take a new sampling client, or save the weights under a "
-                        "name: save_weights_for_sampler"
-                    )
-                found = await self._load(source, None)
-            self._loaded.move_to_end(source)
+        found = self._loaded.get(source)
+        if found is None:  # engines that are there do not wait for one that is loaded
+            async with self._loading:
+                found = await self._find(source)
+                found.num_requests += 1
+        else:
             found.num_requests += 1
+        self._loaded.move_to_end(source)
         try:
             yield found.engine
         finally:
@@ -92,10 +88,24 @@ class Engines:
         if found is not None:
             await found.engine.__aexit__(None, None, None)
 
+    async def _find(self, source: str) -> _Loaded:
+        found = self._loaded.get(source)
+        if found is not None:
+            return found
+        if source not in self._paths and source != BASE:
+            raise EngineRequestError(
+                f"the weights of this sampling client are no longer kept: this server keeps {self._most} sets of weights (its setting "
+                "max_samplers), and newer ones took their place. Take a new sampling client, or save the weights under a name: "
+                "save_weights_for_sampler"
+            )
+        return await self._load(source, None)
+
     async def _load(self, source: str, weights: Mapping[str, Tensor] | None) -> _Loaded:
-        idle = [name for name, loaded in self._loaded.items() if not loaded.num_requests]
-        for name in idle[: max(0, len(self._loaded) + 1 - self._most)]:
-            await self.forget(name)
+        while len(self._loaded) >= self._most:
+            idle = next((name for name, loaded in self._loaded.items() if not loaded.num_requests), None)
+            if idle is None:
+                break
+            await self.forget(idle)
         engine = await trio.to_thread.run_sync(self._create, source, weights)
         self._loaded[source] = _Loaded(engine)
         return self._loaded[source]

@@ -23,16 +23,29 @@ from rollouts.gateway.http.listening import listen, serve_connection
 from rollouts.gateway.refusals import Refusal, parse_body
 from rollouts.tinker.config import TinkerConfig
 from rollouts.tinker.service import Service
-from rollouts.tinker.wire.messages import PROTOBUF, read_pass_request
-from rollouts.tinker.wire.requests import check_optimizer, read_adam_params, read_model_request, read_sample_request, read_seq_id
+from rollouts.tinker.wire.messages import PROTOBUF, PassRequest, read_pass_request
+from rollouts.tinker.wire.requests import (
+    ModelRequest,
+    SampleRequest,
+    check_optimizer,
+    read_adam_params,
+    read_model_request,
+    read_sample_request,
+    read_seq_id,
+)
 from rollouts.tinker.wire.results import Outcome, PendingResult, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Answer: TypeAlias = "Callable[[Service, HTTPRequest], Outcome]"
+Read: TypeAlias = "Callable[[HTTPRequest], Any]"
+"""Reads a request; in a thread of its own if its body is large."""
+
+Answer: TypeAlias = "Callable[[Service, Any], Outcome]"
+"""Answers what was read, at once."""
 
 API = "/api/v1/"
+_LARGE = 2**16  # bytes of a body from which it is read in a thread, so that others do not wait for it
 _WITHOUT_OUTPUT_LAYER = (
     "this is a server of rollouts-rl: its LoRA adapters are on the linear layers below the output layer, so train_unembed has no effect"
 )
@@ -93,7 +106,9 @@ class TinkerServer:
             with _refuse_errors():
                 if http.path == f"{API}retrieve_future":
                     return await self._retrieve(Fields(parse_body(http.body)))
-                outcome = find_answer(http)(self._service, http)
+                read, answer = find_answer(http)
+                large = len(http.body) >= _LARGE
+                outcome = answer(self._service, await trio.to_thread.run_sync(read, http) if large else read(http))
                 return HTTPResponse(body=outcome.body, content_type=outcome.content_type)
         except Refusal as refusal:
             return _refuse(refusal)
@@ -113,16 +128,16 @@ class TinkerServer:
         return HTTPResponse(body=pending.outcome.body, content_type=pending.outcome.content_type)
 
 
-def find_answer(http: HTTPRequest) -> Answer:
-    """Return what answers a request. Raises Refusal: 404 by the name of what is not served, 405 for another method, 415."""
+def find_answer(http: HTTPRequest) -> tuple[Read, Answer]:
+    """Return what reads and what answers a request. Raises Refusal: 404 by the name of what is not served, 405 for another method, 415."""
     name = http.path.removeprefix(API)
     answer = ANSWERS.get((http.method, name))
     if answer is None and http.path.startswith(API):
         first, _, rest = name.partition("/")
         if http.method == "GET" and first == "samplers" and rest:
-            return partial(_describe_sampler, sampler_id=rest)
+            return _read_nothing, partial(_describe_sampler, sampler_id=rest)
         if http.method == "POST" and first == "sessions" and rest.endswith("/finish"):
-            return partial(_end_session, session_id=rest.removesuffix("/finish"))
+            return _read_nothing, partial(_end_session, session_id=rest.removesuffix("/finish"))
         advice = UNSUPPORTED.get(name, UNSUPPORTED.get(first))
         if advice is not None:
             raise Refusal(404, f"{name[:200]} is not supported by this server: {advice}", code="not_supported")
@@ -162,11 +177,34 @@ async def open_tinker_server(
             nursery.cancel_scope.cancel()
 
 
-# -- answers
+# -- requests
+
+
+def _read_nothing(http: HTTPRequest) -> None:
+    """Leave a body alone, if there is one."""
 
 
 def _read(http: HTTPRequest) -> Fields:
     return Fields(parse_body(http.body))
+
+
+def _read_model(http: HTTPRequest) -> ModelRequest:
+    return read_model_request(_read(http))
+
+
+def _read_sample(http: HTTPRequest) -> SampleRequest:
+    return read_sample_request(_read(http))
+
+
+def _read_pass(http: HTTPRequest) -> PassRequest:
+    kind, encoding = http.headers.get("content-type", ""), http.headers.get("content-encoding", "")
+    if not kind.startswith(PROTOBUF) or encoding not in ("", "identity"):
+        message = f"forward_backward has the type {kind!r:.100} and the encoding {encoding!r:.100}, expected {PROTOBUF} without compression"
+        raise Refusal(415, message, code="unsupported_media_type")
+    return read_pass_request(http.body)
+
+
+# -- answers
 
 
 def _promise(pending: PendingResult, model_id: str | None = None) -> Outcome:
@@ -174,62 +212,57 @@ def _promise(pending: PendingResult, model_id: str | None = None) -> Outcome:
     return write_json({"request_id": pending.request_id, "model_id": model_id, "sample_sequence_ids": ids})
 
 
-def _check_health(service: Service, http: HTTPRequest) -> Outcome:
+def _check_health(service: Service, _: None) -> Outcome:
     return write_json({"status": "ok"})
 
 
-def _describe_server(service: Service, http: HTTPRequest) -> Outcome:
+def _describe_server(service: Service, _: None) -> Outcome:
     name = service.config.model_name
     most = service.find_context_length()
     model = {"model_name": name, "max_context_length": most, "trainable": True, "sampleable": True}
     return write_json({"supported_models": [model]})
 
 
-def _configure_client(service: Service, http: HTTPRequest) -> Outcome:
+def _configure_client(service: Service, _: None) -> Outcome:
     return write_json({"parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False})
 
 
-def _configure_again(service: Service, http: HTTPRequest) -> Outcome:
+def _configure_again(service: Service, _: None) -> Outcome:
     return write_json({"sample_cancel_enabled": True})
 
 
-def _begin_session(service: Service, http: HTTPRequest) -> Outcome:
+def _begin_session(service: Service, _: None) -> Outcome:
     session_id = service.begin_session()
     return write_json({"type": "create_session", "session_id": session_id, "warning_message": _WITHOUT_OUTPUT_LAYER})
 
 
-def _hear(service: Service, http: HTTPRequest) -> Outcome:
-    service.find_session(_read(http).need_text("session_id"))
+def _hear(service: Service, body: Fields) -> Outcome:
+    service.find_session(body.need_text("session_id"))
     return write_json({"type": "session_heartbeat"})
 
 
-def _end_session(service: Service, http: HTTPRequest, *, session_id: str) -> Outcome:
+def _end_session(service: Service, _: None, *, session_id: str) -> Outcome:
     service.end_session(session_id, "its client has finished it")
     return write_json({})
 
 
-def _take_telemetry(service: Service, http: HTTPRequest) -> Outcome:
+def _take_telemetry(service: Service, _: None) -> Outcome:
     return write_json({"status": "accepted"})  # and kept nowhere
 
 
-def _create_model(service: Service, http: HTTPRequest) -> Outcome:
-    return _promise(service.begin_model(read_model_request(_read(http))))
+def _create_model(service: Service, request: ModelRequest) -> Outcome:
+    return _promise(service.begin_model(request))
 
 
-def _unload_model(service: Service, http: HTTPRequest) -> Outcome:
-    return _promise(service.unload(_read(http).need_text("model_id")))
+def _unload_model(service: Service, body: Fields) -> Outcome:
+    return _promise(service.unload(body.need_text("model_id")))
 
 
-def _get_info(service: Service, http: HTTPRequest) -> Outcome:
-    return write_json(service.describe_model(_read(http).need_text("model_id")))
+def _get_info(service: Service, body: Fields) -> Outcome:
+    return write_json(service.describe_model(body.need_text("model_id")))
 
 
-def _forward_backward(service: Service, http: HTTPRequest) -> Outcome:
-    kind, encoding = http.headers.get("content-type", ""), http.headers.get("content-encoding", "")
-    if not kind.startswith(PROTOBUF) or encoding not in ("", "identity"):
-        message = f"forward_backward has the type {kind!r:.100} and the encoding {encoding!r:.100}, expected {PROTOBUF} without compression"
-        raise Refusal(415, message, code="unsupported_media_type")
-    request = read_pass_request(http.body)
+def _forward_backward(service: Service, request: PassRequest) -> Outcome:
     with service.keep_turn(request.model_id, request.seq_id, spoils=not request.forward_only):
         return _promise(service.run_pass(request), request.model_id)
 
@@ -241,14 +274,11 @@ def _in_turn(service: Service, body: Fields, submit: Callable[[str, int], Pendin
         return _promise(submit(model_id, seq_id), model_id)
 
 
-def _optim_step(service: Service, http: HTTPRequest) -> Outcome:
-    body = _read(http)
+def _optim_step(service: Service, body: Fields) -> Outcome:
     return _in_turn(service, body, lambda model_id, seq_id: service.update(model_id, seq_id, read_adam_params(body)), spoils=True)
 
 
-def _save_weights(service: Service, http: HTTPRequest) -> Outcome:
-    body = _read(http)
-
+def _save_weights(service: Service, body: Fields) -> Outcome:
     def submit(model_id: str, seq_id: int) -> PendingResult:
         metadata = body.read_object("user_metadata").values
         return service.save_state(model_id, seq_id, body.need_text("path"), overwrite=body.read_flag("overwrite"), user_metadata=metadata)
@@ -256,8 +286,7 @@ def _save_weights(service: Service, http: HTTPRequest) -> Outcome:
     return _in_turn(service, body, submit)
 
 
-def _load_weights(service: Service, http: HTTPRequest) -> Outcome:
-    body = _read(http)
+def _load_weights(service: Service, body: Fields) -> Outcome:
     if body.get("session_id") is not None:
         path, optimizer = body.need_text("path"), body.read_flag("optimizer")
         return _promise(service.begin_from_saved(read_model_request(body), path, optimizer=optimizer))
@@ -269,9 +298,7 @@ def _load_weights(service: Service, http: HTTPRequest) -> Outcome:
     return _in_turn(service, body, submit)
 
 
-def _save_for_sampler(service: Service, http: HTTPRequest) -> Outcome:
-    body = _read(http)
-
+def _save_for_sampler(service: Service, body: Fields) -> Outcome:
     def submit(model_id: str, seq_id: int) -> PendingResult:
         if body.get("kind", "snapshot") != "snapshot":
             raise body.refuse_unsupported("kind", "this server has snapshot: weights of a sampling client do not change")
@@ -280,12 +307,11 @@ def _save_for_sampler(service: Service, http: HTTPRequest) -> Outcome:
     return _in_turn(service, body, submit)
 
 
-def _describe_saved(service: Service, http: HTTPRequest) -> Outcome:
-    return write_json(service.describe_saved(_read(http).need_text("tinker_path")))
+def _describe_saved(service: Service, body: Fields) -> Outcome:
+    return write_json(service.describe_saved(body.need_text("tinker_path")))
 
 
-def _begin_sampler(service: Service, http: HTTPRequest) -> Outcome:
-    body = _read(http)
+def _begin_sampler(service: Service, body: Fields) -> Outcome:
     seq_id = body.read_int("sampling_session_seq_id", 0) or 0
     sampler_id = service.begin_sampler(
         body.need_text("session_id"), seq_id, base_model=body.read_text("base_model"), model_path=body.read_text("model_path")
@@ -293,41 +319,41 @@ def _begin_sampler(service: Service, http: HTTPRequest) -> Outcome:
     return write_json({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
-def _describe_sampler(service: Service, http: HTTPRequest, *, sampler_id: str) -> Outcome:
+def _describe_sampler(service: Service, _: None, *, sampler_id: str) -> Outcome:
     return write_json(service.describe_sampler(sampler_id))
 
 
-def _sample(service: Service, http: HTTPRequest) -> Outcome:
-    return _promise(service.sample(read_sample_request(_read(http))))
+def _sample(service: Service, request: SampleRequest) -> Outcome:
+    return _promise(service.sample(request))
 
 
-def _cancel(service: Service, http: HTTPRequest) -> Outcome:
-    service.cancel_sampling(_read(http).need_text("request_id"))
+def _cancel(service: Service, body: Fields) -> Outcome:
+    service.cancel_sampling(body.need_text("request_id"))
     return write_json({})
 
 
-ANSWERS: Mapping[tuple[str, str], Answer] = MappingProxyType({
-    ("GET", "healthz"): _check_health,
-    ("GET", "get_server_capabilities"): _describe_server,
-    ("POST", "client/config"): _configure_client,
-    ("POST", "client/dynamic_config"): _configure_again,
-    ("POST", "create_session"): _begin_session,
-    ("POST", "session_heartbeat"): _hear,
-    ("POST", "telemetry"): _take_telemetry,
-    ("POST", "create_model"): _create_model,
-    ("POST", "unload_model"): _unload_model,
-    ("POST", "get_info"): _get_info,
-    ("POST", "forward_backward"): _forward_backward,
-    ("POST", "optim_step"): _optim_step,
-    ("POST", "save_weights"): _save_weights,
-    ("POST", "load_weights"): _load_weights,
-    ("POST", "save_weights_for_sampler"): _save_for_sampler,
-    ("POST", "weights_info"): _describe_saved,
-    ("POST", "create_sampling_session"): _begin_sampler,
-    ("POST", "asample"): _sample,
-    ("POST", "cancel_future"): _cancel,
+ANSWERS: Mapping[tuple[str, str], tuple[Read, Answer]] = MappingProxyType({
+    ("GET", "healthz"): (_read_nothing, _check_health),
+    ("GET", "get_server_capabilities"): (_read_nothing, _describe_server),
+    ("POST", "client/config"): (_read_nothing, _configure_client),
+    ("POST", "client/dynamic_config"): (_read_nothing, _configure_again),
+    ("POST", "create_session"): (_read_nothing, _begin_session),
+    ("POST", "session_heartbeat"): (_read, _hear),
+    ("POST", "telemetry"): (_read_nothing, _take_telemetry),
+    ("POST", "create_model"): (_read_model, _create_model),
+    ("POST", "unload_model"): (_read, _unload_model),
+    ("POST", "get_info"): (_read, _get_info),
+    ("POST", "forward_backward"): (_read_pass, _forward_backward),
+    ("POST", "optim_step"): (_read, _optim_step),
+    ("POST", "save_weights"): (_read, _save_weights),
+    ("POST", "load_weights"): (_read, _load_weights),
+    ("POST", "save_weights_for_sampler"): (_read, _save_for_sampler),
+    ("POST", "weights_info"): (_read, _describe_saved),
+    ("POST", "create_sampling_session"): (_read, _begin_sampler),
+    ("POST", "asample"): (_read_sample, _sample),
+    ("POST", "cancel_future"): (_read, _cancel),
 })  # fmt: skip
-"""Answers by method and path behind /api/v1/; besides them there are GET samplers/ID, POST sessions/ID/finish and POST retrieve_future."""
+"""Readers and answers by method and path behind /api/v1/; besides them, those of GET samplers/ID and POST sessions/ID/finish."""
 
 
 @contextmanager

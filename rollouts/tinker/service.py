@@ -21,7 +21,7 @@ from rollouts.errors import DataError, raise_single_errors
 from rollouts.gateway.refusals import Refusal
 from rollouts.seeds import derive_seed
 from rollouts.tinker.config import TinkerConfig
-from rollouts.tinker.job_queue import JobQueue
+from rollouts.tinker.job_queue import Training
 from rollouts.tinker.losses import bind_loss
 from rollouts.tinker.samplers import BASE, Engines, Sampler
 from rollouts.tinker.saved import describe_saved, find_saved, read_adapters_of, write_saved
@@ -48,20 +48,8 @@ class _Session:
 
     session_id: str
     heard_at: float
-    models: dict[str, _Training] = field(default_factory=dict[str, "_Training"])
+    models: dict[str, Training] = field(default_factory=dict[str, Training])
     samplers: dict[str, Sampler] = field(default_factory=dict[str, Sampler])
-
-
-@dataclass(eq=False)
-class _Training:
-    """A model in training: its requests by number, which run in the order of these."""
-
-    model_id: str
-    session_id: str
-    request: ModelRequest
-    queue: JobQueue = field(default_factory=JobQueue)
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    model: TrainedModel | None = None  # None = not made yet
 
 
 class Service:
@@ -192,15 +180,15 @@ class Service:
         try:
             yield
         except Exception as error:
-            training.queue.put(seq_id, partial(_note_failure, training, str(error) if spoils else None))
+            training.queue.put(seq_id, partial(_leave_out, training, str(error) if spoils else None))
             raise
 
     def run_pass(self, request: PassRequest) -> PendingResult:
         """Submit a pass. Raises DataError for a loss or a setting that is not computed here, and for data that cannot be read."""
         training = self._find_training(request.model_id)
-        loss, loss_fn = bind_loss(request.loss_fn, request.loss_fn_config)
-        if request.problem is not None:
+        if request.problem is not None:  # first: the name of the loss stands behind the data
             raise DataError(request.problem)
+        loss, loss_fn = bind_loss(request.loss_fn, request.loss_fn_config)
 
         async def run(model: TrainedModel) -> Outcome:
             return write_protobuf(await trio.to_thread.run_sync(model.run_pass, request, loss, loss_fn))
@@ -346,7 +334,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def _find_training(self, model_id: str) -> _Training:
+    def _find_training(self, model_id: str) -> Training:
         session = self.find_session(model_id.partition(":")[0])
         found = session.models.get(model_id)
         if found is None:
@@ -376,7 +364,7 @@ class Service:
                 "start the server with a larger --max-models",
                 code="too_many_models",
             )
-        training = session.models[model_id] = _Training(model_id, session.session_id, request)
+        training = session.models[model_id] = Training(model_id, session.session_id, request)
         pending = self.results.open(f"{model_id}:0", session.session_id)
         self._start(self._train, training, pending, create, answer)
         return pending
@@ -390,7 +378,7 @@ class Service:
         return model
 
     async def _train(
-        self, training: _Training, pending: PendingResult, create: Callable[[], TrainedModel], answer: Mapping[str, Any]
+        self, training: Training, pending: PendingResult, create: Callable[[], TrainedModel], answer: Mapping[str, Any]
     ) -> None:
         """Make a model, then run its jobs in the order of their numbers, until it is dropped."""
         with training.scope:
@@ -401,12 +389,13 @@ class Service:
                 session = self._sessions.get(training.session_id)  # None = it ended meanwhile
                 if session is not None:
                     session.models.pop(training.model_id, None)
-                pending.finish(write_failure(error))
+                pending.finish(failure := write_failure(error))
+                self.results.end_running(f"{training.model_id}:", failure)  # requests that did not wait for it
                 return
             pending.finish(write_json(answer))
-            await training.queue.run()
+            await training.run(self.config.idle_s)
 
-    def _submit(self, training: _Training, seq_id: int, run: Callable[[TrainedModel], Awaitable[Outcome]]) -> PendingResult:
+    def _submit(self, training: Training, seq_id: int, run: Callable[[TrainedModel], Awaitable[Outcome]]) -> PendingResult:
         """Submit a job of a model under its number; a number that was submitted before gets the same result."""
         if seq_id < 1:
             raise Refusal(400, f"seq_id is {seq_id}, expected a number from 1 on", param="seq_id", code="invalid_value")
@@ -445,6 +434,7 @@ def _name_model(request: ModelRequest) -> str:
     return f"{request.session_id}:train:{request.model_seq_id}"
 
 
-async def _note_failure(training: _Training, reason: str | None) -> None:
-    if training.model is not None and reason is not None:
-        training.model.note_failure(reason)
+async def _leave_out(training: Training, reason: str | None) -> None:
+    """Take the turn of a request that was refused; a reason means that the gradient is not whole without it."""
+    if reason is not None:
+        training.note_failure(reason)

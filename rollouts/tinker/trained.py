@@ -77,7 +77,7 @@ class TrainedModel:
         failure, has_gradient = self._failure, self._has_gradient
         self._failure, self._has_gradient = None, False
         if failure is not None or not has_gradient:
-            self._backend.optimizer.zero_grad(set_to_none=True)
+            self._backend.drop_gradient()
             why = "forward_backward was not called since the last one"
             raise DataError(f"optim_step: {why if failure is None else f'a forward_backward of this step failed: {failure[:500]}'}")
         for group in self._backend.optimizer.param_groups:

@@ -18,8 +18,10 @@ from recordings import read_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
 from rollouts.tinker import TinkerConfig, open_tinker_server
+from rollouts.tinker.job_queue import JobQueue
 from rollouts.tinker.losses import LOSSES, bind_loss
 from rollouts.tinker.rows import collate_data, split_data
+from rollouts.tinker.samplers import BASE, Engines
 from rollouts.tinker.service import Service
 from rollouts.tinker.trained import choose_adapters, create_trained_model, share_weights
 from rollouts.tinker.wire.messages import Datum, PassRequest, read_pass_request, write_pass_output
@@ -541,6 +543,125 @@ async def test_a_model_that_cannot_be_made_after_its_client_has_gone_ends_nothin
         status, told = await ask(client, "create_model", **body)
         assert (status, told["category"]) == (200, "server")
         assert "no memory" in told["error"]
+
+
+async def test_requests_do_not_wait_for_ever_for_one_that_does_not_arrive(tmp_path, monkeypatch):
+    run, waited = JobQueue.run, []
+
+    async def be_impatient(queue, patience_s, give_up):
+        waited.append(patience_s)
+        await run(queue, 0.05, give_up)
+
+    monkeypatch.setattr(JobQueue, "run", be_impatient)
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path, max_body_bytes=2**20) as server, open_client(server) as client:
+        model_id = await begin_model(client)
+        assert (await run_pass(client, model_id, 1, [(np.arange(2**19), {})])).status_code == 413  # whose, the server has not read
+        assert (await retrieve(client, await run_pass(client, model_id, 2, DATA))).status_code == 200
+        _, told = await ask(client, "optim_step", model_id=model_id, seq_id=3, adam_params=ADAM)
+        assert f"request 1 of {model_id} did not arrive, though later ones waited 300 s for it" in told["error"]
+        await run_pass(client, model_id, 4, DATA)
+        _, told = await ask(client, "optim_step", model_id=model_id, seq_id=5, adam_params=ADAM)
+        assert told["metrics"]["lr"] == 0.01
+    assert waited == [TinkerConfig().idle_s]
+
+
+async def test_a_queue_gives_up_numbers_that_others_wait_for(autojump_clock):
+    queue, ran, gone = JobQueue(), [], []
+
+    def make_job(number):
+        async def job():
+            ran.append((number, trio.current_time() - begun))
+
+        return job
+
+    begun = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(queue.run, 300.0, gone.append)
+        await trio.sleep(1000)
+        assert gone == []  # nobody waits for request 1
+        queue.put(3, make_job(3))
+        await trio.sleep(200)
+        queue.put(4, make_job(4))
+        queue.put(1, make_job(1))  # late, but in time
+        await trio.sleep(299)
+        assert gone == []
+        await trio.sleep(2)
+        assert gone == [2]
+        queue.put(2, make_job(2))  # too late
+        await trio.sleep(1000)
+        nursery.cancel_scope.cancel()
+    assert ran == [(1, 1200), (3, 1500), (4, 1500)]
+
+
+async def test_others_are_answered_while_a_large_request_is_read(tmp_path, monkeypatch):
+    inside, go_on = threading.Event(), threading.Event()
+
+    def read(body):
+        inside.set()
+        assert go_on.wait(60)
+        return read_pass_request(body)
+
+    monkeypatch.setattr("rollouts.tinker.server.read_pass_request", read)
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+        model_id, found = await begin_model(client), []
+
+        async def send():
+            found.append(await run_pass(client, model_id, 1, [(np.arange(2**16), {})]))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            await trio.to_thread.run_sync(inside.wait, 60)
+            assert (await client.get("/api/v1/healthz")).json() == {"status": "ok"}
+            go_on.set()
+        assert "lacks 'target_tokens'" in (await retrieve(client, found[0])).json()["error"]
+
+
+async def test_a_request_that_is_damaged_behind_its_number_takes_its_turn(tmp_path):
+    async with open_tinker_server(create_tiny_model(), directory=tmp_path) as server, open_client(server) as client:
+        model_id = await begin_model(client)
+        kind = {"content-type": "application/x-protobuf"}
+        answer = await client.post("/api/v1/forward_backward", content=write_pass(model_id, 1, DATA)[:-20], headers=kind)
+        assert (answer.status_code, answer.json()["error"][:16]) == (400, "the message ends")
+        _, told = await ask(client, "optim_step", model_id=model_id, seq_id=2, adam_params=ADAM)
+        assert "a forward_backward of this step failed: the message ends" in told["error"]
+
+
+def test_an_update_has_nothing_of_passes_that_were_dropped():
+    loss, loss_fn = bind_loss("cross_entropy", {})
+    request = PassRequest(data=make_data(), loss_fn="cross_entropy")
+    model, other = make_trained(), make_trained()
+    model.run_pass(request, loss, lambda outputs, batch: (loss_fn(outputs, batch)[0] * math.inf, loss_fn(outputs, batch)[1]))
+    model.note_failure("a part is missing")
+    with pytest.raises(DataError, match="a part is missing"):
+        model.update(AdamParams())
+    for one in (model, other):
+        one.run_pass(request, loss, loss_fn)
+    assert model.update(AdamParams()) == other.update(AdamParams())  # the infinite loss is no reason to leave this update out
+
+
+async def test_loaded_weights_are_sampled_from_while_others_are_loaded(monkeypatch):
+    engines = Engines(create_tiny_model(), None, most=2, seed=0)
+    inside, go_on, create = threading.Event(), threading.Event(), engines._create
+
+    def wait(source, weights):
+        if source != BASE:
+            inside.set()
+            assert go_on.wait(60)
+        return create(source, weights)
+
+    monkeypatch.setattr(engines, "_create", wait)
+    async with engines.use(BASE) as base:
+        weights = create_tiny_model().state_dict()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engines.add, "memory:a", weights)
+            await trio.to_thread.run_sync(inside.wait, 60)
+            async with engines.use(BASE) as again:  # would wait for ever behind the one that is loaded
+                assert again is base
+            go_on.set()
+        async with engines.use("memory:a") as other:
+            assert other is not base
+    for source in (BASE, "memory:a"):
+        await engines.forget(source)
 
 
 async def test_a_client_that_gives_no_sign_of_life_is_forgotten(autojump_clock):

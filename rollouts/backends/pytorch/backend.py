@@ -221,16 +221,18 @@ class PyTorchTrainingBackend:
         load, self._load, self._counted, self._has_gradient = self._load, None, None, False  # also if a bad number ends the run
         self._finite = frozenset()  # until check_updated has read them again: torch does not count the writes of fused optimizers
         metrics, self.counts = update_parameters(
-            self.optimizer,
-            self.scheduler,
-            self.counts,
-            max_grad_norm=self.max_grad_norm,
-            read=self._reads.read,
-            judge=self._judge,
+            self.optimizer, self.scheduler, self.counts, max_grad_norm=self.max_grad_norm, read=self._reads.read, judge=self._judge
         )
         metrics |= summarize_load(load)
         self._finite = check_updated(trained_parameters(self.model), self.counts, metrics)
         return ImmediateTrainFuture(metrics, "optim_step")
+
+    def drop_gradient(self) -> None:
+        """Forget the passes since the last update: gradient, load of experts, records of tokens, and bad numbers among their metrics."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._has_gradient = False
+        self._load = self._counted = None
+        self._reads = MetricReads()
 
     def get_weights(self) -> ImmediateTrainFuture[Mapping[str, Tensor]]:
         """Copy the weights to the CPU, tied ones under each of their names."""
@@ -340,9 +342,7 @@ class PyTorchTrainingBackend:
         restore_random_state({"cpu": state["rng"], "cuda": state["cuda_rng"]}, self.device)
         self.counts = read_counts(state)
         self.weight_version = int(state["weight_version"])
-        self.optimizer.zero_grad(set_to_none=True)
-        self._has_gradient = False
-        self._load = self._counted = None
+        self.drop_gradient()
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:
@@ -361,7 +361,7 @@ class PyTorchTrainingBackend:
         ranks = Ranks(rank=0, world_size=1, device=self.device, timeout_s=float("inf"))
         progress = load_sharded(self.model, self.optimizer, self.scheduler, directory, ranks=ranks, adapters=self._adapters)
         self.counts, self.weight_version = progress.counts, progress.weight_version
-        self._has_gradient = False
+        self.drop_gradient()
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def _read_weights(self, directory: Path) -> None:

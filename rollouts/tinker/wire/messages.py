@@ -47,32 +47,37 @@ class PassRequest:
 
 
 def read_pass_request(body: bytes) -> PassRequest:
-    """Read a ForwardBackwardRequest. Raises DataError for what is none; a datum that cannot be read is the problem of the request."""
+    """Read a ForwardBackwardRequest. Raises DataError for what is none; what cannot be read behind its number is its problem."""
     texts: dict[int, str] = {1: "", 4: ""}
     seq_id, forward_only = 0, False
     data: list[Datum] = []
     problem: str | None = None
     old: dict[str, float | str] = {}
     new: dict[str, float | str] = {}
-    for number, value in read_fields(memoryview(body)):
-        if number in (1, 4):
-            texts[number] = _text(value, f"field {number} of the request")
-        elif number == 2:
-            seq_id = _int(value, "seq_id")
-        elif number == 3:
-            place = f"data[{len(data)}]"
-            try:
-                data.append(_read_datum(_message(value, place), place))
-            except DataError as error:  # the number of the request stands before its data, and later requests wait for it
-                problem = problem or str(error)
-        elif number == 5:
-            name, found = _read_entry(_message(value, "loss_fn_config"), "loss_fn_config")
-            old[name] = found if isinstance(found, float) else 0.0
-        elif number == 6:
-            forward_only = bool(value)
-        elif number == 7:
-            name, found = _read_entry(_message(value, "loss_fn_config"), "loss_fn_config")
-            new[name] = _read_setting(_message(found, "loss_fn_config"))
+    try:
+        for number, value in read_fields(memoryview(body)):
+            if number in (1, 4):
+                texts[number] = _text(value, f"field {number} of the request")
+            elif number == 2:
+                seq_id = _int(value, "seq_id")
+            elif number == 3:
+                place = f"data[{len(data)}]"
+                try:
+                    data.append(_read_datum(_message(value, place), place))
+                except DataError as error:  # the rest of the request is read all the same
+                    problem = problem or str(error)
+            elif number == 5:
+                name, found = _read_entry(_message(value, "loss_fn_config"), "loss_fn_config")
+                old[name] = found if isinstance(found, float) else 0.0
+            elif number == 6:
+                forward_only = bool(value)
+            elif number == 7:
+                name, found = _read_entry(_message(value, "loss_fn_config"), "loss_fn_config")
+                new[name] = _read_setting(_message(found, "loss_fn_config"))
+    except DataError as error:
+        if not texts[1] or not seq_id:
+            raise
+        problem = problem or str(error)  # its number stands before its data, and later requests wait for it
     return PassRequest(
         model_id=texts[1],
         seq_id=seq_id,
