@@ -14,6 +14,10 @@ from rollouts.errors import ConfigError
 from rollouts.types import Algorithm, FilterFn, KLControl, Sample, SamplingParams
 
 C = TypeVar("C")
+
+LEAST_TEMPERATURE = 1e-6
+"""Least temperature above 0: logits divided by less run over in float32."""
+
 Schedule = Literal["constant", "linear", "cosine"]
 Moments = Literal["float32", "8bit"]
 OnRewardError = Literal["raise", "retry", "drop", "zero"]
@@ -410,7 +414,8 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "n_samples", "max_tokens")
-        check_not_negative(self, "temperature")
+        good = is_number(self.temperature) and (self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature < math.inf)
+        check_setting(good, "GenerationConfig.temperature", self.temperature, f"0 for greedy, or at least {LEAST_TEMPERATURE:g}")
         check_count(self, "top_k")
         check_setting(is_number(self.top_p) and 0 < self.top_p <= 1, "GenerationConfig.top_p", self.top_p, "more than 0, at most 1")
         check_setting(is_number(self.min_p) and 0 <= self.min_p <= 1, "GenerationConfig.min_p", self.min_p, "at least 0, at most 1")

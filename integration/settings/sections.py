@@ -14,7 +14,7 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.lora.config import ALL_LINEAR, BaseDtype, LoRAConfig
 from rollouts.chat.char_tokenizer import ALPHABET
-from rollouts.config import OptimizerConfig, ParityConfig, check_count, check_not_negative, check_positive, check_setting
+from rollouts.config import LEAST_TEMPERATURE, OptimizerConfig, ParityConfig, check_count, check_not_negative, check_positive, check_setting
 from rollouts.config_files import suggest
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.errors import ConfigError, redact
@@ -320,7 +320,7 @@ class GenerationSection:
     """Sampling of responses, in RL and in sampled evaluation."""
 
     max_tokens: int | None = None  # token budget of a response, or of each action of an episode; None = the task's default
-    temperature: float = 1.0  # sampling temperature, more than 0
+    temperature: float = 1.0  # sampling temperature, at least 1e-6
     enable_thinking: bool | None = None  # enable_thinking argument of the chat template; None = the template's default
     stop: tuple[str, ...] = ()  # strings that end a response
     # sample from the fewest tokens whose probability together reaches this, more than 0; 1 = from all. Training then compares log-probs
@@ -333,10 +333,10 @@ class GenerationSection:
     def __post_init__(self) -> None:
         check_setting(self.max_tokens is None or self.max_tokens >= 1, "generation.max_tokens", self.max_tokens, "at least 1, or None")
         check_setting(
-            0 < self.temperature < math.inf,
+            LEAST_TEMPERATURE <= self.temperature < math.inf,
             "generation.temperature",
             self.temperature,
-            "a finite number more than 0: greedy samples of a group are all equal",
+            f"a finite number, at least {LEAST_TEMPERATURE:g}: greedy samples of a group are all equal",
         )
         check_setting(0 < self.top_p <= 1, "generation.top_p", self.top_p, "more than 0, at most 1")
         check_setting(self.top_k >= 0, "generation.top_k", self.top_k, "at least 0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollouts.config import LEAST_TEMPERATURE
 from rollouts.errors import EngineRequestError
 from rollouts.types import SamplingParams
 
@@ -28,8 +29,8 @@ def check_params(name: str, request_id: str, params: SamplingParams, *, vocab_si
 
     if params.max_tokens < 1:
         raise refuse("max_tokens", "at least 1")
-    if not 0 <= params.temperature < float("inf"):
-        raise refuse("temperature", "at least 0")
+    if params.temperature and params.temperature < LEAST_TEMPERATURE:
+        raise refuse("temperature", f"0 for greedy, or at least {LEAST_TEMPERATURE:g}")
     if not 0 < params.top_p <= 1:
         raise refuse("top_p", "more than 0, at most 1")
     if not 0 <= params.min_p <= 1:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from rollouts.config import LEAST_TEMPERATURE
 from rollouts.engines.protocol import InferenceEngine, with_kept_tokens
 from rollouts.errors import EngineContextError, EngineError, EngineProtocolError, EngineRequestError, EngineTimeout, ReplayError, redact
 from rollouts.gateway.config import GatewayConfig
@@ -70,7 +71,7 @@ def choose_params(config: GatewayConfig, base: SamplingParams, wishes: Wishes, e
             value = getattr(wishes, name)
             if value is not None:
                 changes[name] = max(value, 0)  # top_k = -1 is off, as 0
-        if changes.get("temperature", base.temperature) == 0:
+        if changes.get("temperature", base.temperature) < LEAST_TEMPERATURE:  # such as the 1e-8 that some clients send for 0
             changes |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}  # a greedy choice is cut by nothing
     ends = () if end_of_turn is None or end_of_turn == eos or end_of_turn in base.stop_token_ids else (end_of_turn,)
     stop = tuple(dict.fromkeys((*base.stop, *wishes.stop)))

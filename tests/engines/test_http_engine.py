@@ -56,6 +56,7 @@ check = partial(check_request, "server", "r1", info=INFO)
         ((3,) * 100, {}, 1, "100 prompt tokens, more than the 99"),
         ((3,), {"max_tokens": 0}, 1, "max_tokens = 0"),
         ((3,), {"temperature": -1.0}, 1, "temperature = -1"),
+        ((3,), {"temperature": 9e-7}, 1, "temperature = 9e-07, expected 0 for greedy, or at least 1e-06"),
         ((3,), {"top_p": 0.0}, 1, "top_p = 0"),
         ((3,), {"min_p": 1.5}, 1, "min_p = 1.5"),
         ((3,), {"top_k": -1}, 1, "top_k = -1"),

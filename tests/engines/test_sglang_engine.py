@@ -465,7 +465,7 @@ async def test_replicas_take_no_tensors_and_are_given_none(weights):
 
 async def test_a_temperature_that_the_server_takes_for_greedy_is_refused(weights):
     async with FakeSGLangServer(weights[0]) as server, SGLangEngine(server.url) as engine:
-        with pytest.raises(EngineError, match="temperature = 1e-07, which SGLang takes for greedy"):
+        with pytest.raises(EngineError, match="temperature = 1e-07, expected 0 for greedy, or at least 1e-06"):
             await engine.generate(PROMPT, SamplingParams(temperature=1e-7))
 
 

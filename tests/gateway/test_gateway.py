@@ -284,6 +284,16 @@ async def test_fixed_sampling_is_the_gateways_whatever_is_asked_for():
     assert used[0].seed != 1
 
 
+async def test_a_temperature_that_no_logits_can_be_divided_by_is_greedy():
+    engine = FakeEngine()
+    async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        for temperature in (1e-8, 5e-324, 1e-6):
+            await chat(client, gateway.url(f"{temperature:g}"), [user("x")], temperature=temperature, top_p=0.5)
+        assert gateway.take_samples("1e-08")[0].temperature == 1.0  # that of the log-probs
+    used = [(call.arguments["params"].temperature, call.arguments["params"].top_p) for call in engine.calls]
+    assert used == [(0.0, 1.0), (0.0, 1.0), (1e-6, 0.5)]
+
+
 async def test_one_session_has_one_temperature():
     async with open_gateway(FakeEngine(), TOKENIZER) as gateway, httpx.AsyncClient() as client:
         await chat(client, gateway.url("a"), [user("x")], temperature=0.5)

@@ -108,6 +108,7 @@ BAD_VALUES = [
     (GenerationConfig, {"max_tokens": 0}, "max_tokens"),
     (GenerationConfig, {"temperature": -0.1}, "temperature"),
     (GenerationConfig, {"temperature": "hot"}, "temperature is 'hot'"),
+    (GenerationConfig, {"temperature": 1e-8}, "temperature is 1e-08, expected 0 for greedy, or at least 1e-06"),
     (GenerationConfig, {"top_p": 0}, "top_p"),
     (GenerationConfig, {"top_p": 1.1}, "top_p"),
     (GenerationConfig, {"top_k": -1}, "top_k"),

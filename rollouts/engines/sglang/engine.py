@@ -22,11 +22,11 @@ from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.sglang.control import SGLangWeights
 from rollouts.engines.sglang.facts import MeasuredKind, ask_facts, read_facts
 from rollouts.engines.sglang.generation import OnTokens, SGLangGeneration
-from rollouts.engines.sglang.protocol import LOWEST_TEMPERATURE, PauseMode, SGLangServer, parse_prompt_log_probs, parse_server_info
+from rollouts.engines.sglang.protocol import PauseMode, SGLangServer, parse_prompt_log_probs, parse_server_info
 from rollouts.engines.weights.checkpoint_check import CheckpointLayout
 from rollouts.engines.weights.path_map import PathMap
 from rollouts.engines.weights.server_weights import ServerWeights
-from rollouts.errors import EngineError, EngineRequestError
+from rollouts.errors import EngineError
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
 
@@ -175,10 +175,6 @@ class SGLangEngine:
         params = check_request(
             self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
         )
-        if 0 < params.temperature < LOWEST_TEMPERATURE:
-            raise EngineRequestError(
-                f"{self.name}: {request_id} has temperature = {params.temperature:g}, which SGLang takes for greedy: use 0"
-            )
         if params.seed is not None and not server.info.honors_seeds and not self._has_warned_of_seeds:
             self._has_warned_of_seeds = True
             warnings.warn(

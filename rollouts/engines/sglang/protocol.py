@@ -25,9 +25,6 @@ from rollouts.types import RoutedExperts, SamplingParams
 PauseMode = Literal["abort", "retract"]
 """Effect of a pause on requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
 
-LOWEST_TEMPERATURE = 1e-6
-"""Lowest temperature above 0: below it the server decodes greedily, with log-probs at temperature 1."""
-
 OLDEST_VERSION = "0.5.23"  # begin_weight_update around tensors; weight_versions in answers
 TESTED_VERSIONS = ("0.5.23",)
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"

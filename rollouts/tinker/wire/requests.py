@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
 
+from rollouts.config import LEAST_TEMPERATURE
 from rollouts.gateway.dialects.fields import MAX_TOKENS, Fields, refuse, refuse_unsupported
 from rollouts.types import SamplingParams
 
@@ -172,8 +173,8 @@ def _read_params(given: Fields) -> SamplingParams:
         strings = given.read_stop("stop")
     temperature = given.read_number("temperature", least=0, most=1e6)
     temperature = 1.0 if temperature is None else temperature
-    if 0 < temperature < 1e-6:  # logits divided by less run over
-        raise given.refuse("temperature", "0, or a number from 1e-06 to 1e+06")
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise given.refuse("temperature", f"0, or a number from {LEAST_TEMPERATURE:g} to 1e+06")
     top_k = given.read_int("top_k", -1, least=-1, most=MAX_TOKENS) or 0
     top_p = given.read_number("top_p", least=0, most=1, above=True)
     cuts: dict[str, Any] = {} if temperature == 0 else {"top_k": max(top_k, 0), "top_p": 1.0 if top_p is None else top_p}
