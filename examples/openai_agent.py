@@ -1,6 +1,7 @@
 """Train an agent of the openai client, unchanged: it answers 37*12+5= with a calculator as its tool. pip install 'rollouts-rl[agents]'.
 
     python examples/openai_agent.py
+    python examples/openai_agent.py --engine.kind vllm --engine.launch --engine.python ~/envs/vllm/bin/python   # over a vLLM server
 
 The model begins with random weights, learns the form of a call from demonstrations, and then, from the rewards of the agent's runs, to
 call the tool and to trust its results. The accuracy on problems that it has not seen is printed before and after. About two minutes.
@@ -36,19 +37,28 @@ def use_calculator(arguments: str) -> str:
 
 
 async def solve(client: openai.AsyncOpenAI, question: str) -> str:
-    """Ask the model until it answers without a call."""
+    """Ask the model until it answers without a call.
+
+    The first call that fails is shown to the model once, for another try, and is left out of the history from then on, which stays short.
+    """
     messages: list[Any] = [{"role": "user", "content": question}]
+    failed: list[Any] = []  # the exchange that failed, as long as it is shown
+    may_retry = True
     for _ in range(MAX_TURNS):
-        answer = await client.chat.completions.create(model="any", messages=messages, tools=TOOLS, temperature=0)
+        answer = await client.chat.completions.create(model="any", messages=[*messages, *failed], tools=TOOLS, temperature=0)
         reply = answer.choices[0].message
         if not reply.tool_calls:
             return (reply.content or "").strip()
-        messages.append(reply)
-        messages += [
+        results: list[Any] = [
             {"role": "tool", "tool_call_id": call.id, "content": use_calculator(call.function.arguments)}
             for call in reply.tool_calls
             if call.type == "function"
         ]
+        has_failed = any(result["content"].startswith("error") for result in results)
+        if has_failed and may_retry:
+            failed, may_retry = [reply, *results], False
+        else:
+            messages, failed = [*messages, reply, *results], []
     return ""
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import runpy
 from functools import partial
+from pathlib import Path
 
 import needs
 import trio
 from chat_templates import CHATML, create_tokenizer, encode
-from ledgers import LedgerEngine, check_same
+from ledgers import LedgerEngine, check_same, list_sampled
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.gateway import open_gateway
+from rollouts.gateway import GatewayConfig, create_agent_generate_fn, open_gateway
 from rollouts.testing import FakeEngine, random_answer
+from rollouts.types import Prompt, SamplingParams
 
 TOKENIZER = create_char_tokenizer()
 TOOL_CHATML = "{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{%- endif %}" + CHATML
@@ -92,6 +95,27 @@ async def test_the_retry_of_a_client_that_lost_its_patience_is_recorded_once():
         (sample,) = gateway.take_samples("a")
         assert gateway.count()["num_cancelled"] == 1
     assert len(sample.turns) == 1
+
+
+@needs.OPENAI
+async def test_the_example_shows_a_failed_call_once_and_edits_it_out_of_its_history():
+    """Three turns and a retry: the history behind it is another one, so it is a context of its own, and all four answers are trained."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "openai_agent.py"))
+
+    def answer(prompt, seed):
+        said = TOKENIZER.decode(prompt)
+        expression = "2*3+1" if "error" not in said and "6" not in said else "2*3" if "error" in said else "6+1"
+        text = f'<tool_call>{{"name": "calc", "arguments": {{"e": "{expression}"}}}}</tool_call>' if "7" not in said else "7"
+        return (*TOKENIZER(text, add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
+
+    engine = LedgerEngine(answer)
+    params, gateway = SamplingParams(max_tokens=80), GatewayConfig(chat=False)
+    generate = create_agent_generate_fn(example["play"], [engine], TOKENIZER, params, gateway=gateway)
+    (sample,) = await generate(Prompt(content="2*3+1=", metadata={"ground_truth": "7"}), 1)
+    check_same(sample, engine.ledger)
+    prompts = [TOKENIZER.decode(prompt) for prompt, *_ in list_sampled(engine.ledger)]
+    assert ["error" in prompt for prompt in prompts] == [False, True, False, False]
+    assert (sample.reward, len(sample.turns), len(sample.context_starts)) == (1.0, 4, 1)
 
 
 def use_anthropic(url):
