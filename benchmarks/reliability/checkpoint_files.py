@@ -21,7 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.reliability.experiment import Amount, Outcome, Skipped
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import latest_checkpoint, load_run_state, save_checkpoint, verify_checkpoint
+from rollouts.training.checkpoints import (
+    checkpoint_name,
+    finish_save,
+    latest_checkpoint,
+    load_run_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 
 STATE_BYTES = 12 * 2**20
 KEEP_LAST_N = 2
@@ -112,8 +119,10 @@ def kill_saves(amount: Amount) -> Outcome:
             found["acknowledged steps lost"] += step < acknowledged
             if save is save_back_to_back:
                 found["with more than keep_last_n and the new one"] += has_more_than(directory, KEEP_LAST_N + 1)
+                finish_save(directory / checkpoint_name(step))  # as a resumed run does before its first step
+                found["with more than keep_last_n when they go on"] += has_more_than(directory, KEEP_LAST_N)
                 save_once_more(directory, step + 1)
-                found["with more than keep_last_n after the next save"] += len(list(directory.iterdir())) > KEEP_LAST_N
+                found["with more than keep_last_n after the next save"] += has_more_than(directory, KEEP_LAST_N)
             shutil.rmtree(directory)
     control = counts["in place"]
     return Outcome(

@@ -30,7 +30,7 @@ from rollouts.checks import parse_json
 from rollouts.config_files import read_json, save_config, to_dict
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, has_checkpoints, latest_checkpoint
+from rollouts.training.checkpoints import MANIFEST_FILE, find_damaged, finish_save, has_checkpoints, latest_checkpoint
 from rollouts.training.metrics import truncate_log
 from rollouts.training.run_state import RunInputs, RunState, read_run_state
 from rollouts.training.steps import Abandonment
@@ -192,6 +192,8 @@ def prepare_directory(
         tell(f"warning: {gap}")
         known = read_facts(output_dir)
         write_facts(output_dir, known | {"metrics_gaps": [*known.get("metrics_gaps", ()), gap]})
+    if checkpoint is not None:
+        finish_save(checkpoint)
     return inputs
 
 

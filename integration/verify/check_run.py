@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,15 +74,18 @@ def check_run(path: Path) -> CheckedRun:
         findings.append(check_ledger(ledger, lines))
     findings += check_trajectories(path / "rl" / "trajectories")
     newest: tuple[Stage, int] | None = None  # last stage with an intact checkpoint, and its step
+    lost: list[Stage] = []  # stages that have checkpoints, of which none is intact
     for stage in stages:
-        found, step = check_stage(stage, lines, keep_last_n=_find(config, "checkpoint", "keep_last_n"))
+        found, step = check_stage(stage, lines, kept=_count_kept(config))
         findings += found
         newest = newest if step is None else (stage, step)
+        lost += [stage] if step is None and list_checkpoints(stage.checkpoints) else []
+    newest = None if lost else newest
     if newest is not None:
         findings += check_inputs(path, newest[0], newest[1])
     findings += check_crashes(path)
     findings.append(check_leftovers(path, stages))
-    findings.append(describe_resume(stages, newest))
+    findings.append(describe_resume(lost, newest))
     if is_live(path):
         text = "a process holds the lock of this run: what it is just writing may look damaged"
         findings.append(judge("lock", text, warns=True, advice="check again when it has ended"))
@@ -191,18 +194,22 @@ def check_leftovers(path: Path, stages: list[Stage]) -> Finding:
     told += [f"of an abandoned future: {', '.join(str(item.relative_to(path)) for item in aside)}"] if aside else []
     text = "; ".join(told) or "no leftovers of kills"
     return judge(
-        "leftovers", text, warns=bool(told), advice="nothing reads them: the next save removes those of kills; others may be deleted"
+        "leftovers",
+        text,
+        warns=bool(told),
+        advice="nothing reads them: --resume and the next save remove those of kills; others may be deleted",
     )
 
 
-def describe_resume(stages: list[Stage], newest: tuple[Stage, int] | None) -> Finding:
-    """Say where --resume goes on."""
+def describe_resume(lost: Sequence[Stage], newest: tuple[Stage, int] | None) -> Finding:
+    """Say where --resume goes on. lost: stages that have checkpoints, of which none is intact."""
+    if lost:
+        told = f"no checkpoint of {' and '.join(stage.title for stage in lost)} is intact: --resume refuses to go on"
+        advice = "restore one from a copy, or start a new run directory: a stage with checkpoints never starts over"
+        return judge("resume", told, fails=True, advice=advice)
     if newest is not None:
         stage, step = newest
         return judge("resume", f"--resume goes on after step {step} of {stage.title}, from {stage.checkpoints}")
-    if any(list_checkpoints(stage.checkpoints) for stage in stages):
-        advice = "restore a checkpoint from a copy, or start a new run directory: a run with checkpoints never starts over"
-        return judge("resume", "no checkpoint is intact: --resume refuses to go on", fails=True, advice=advice)
     return judge("resume", "there is no checkpoint yet: --resume starts from the beginning", warns=True, advice="nothing, if it is young")
 
 
@@ -218,6 +225,13 @@ def is_live(path: Path) -> bool:
     except (ImportError, OSError):
         return False
     return False
+
+
+def _count_kept(config: Mapping[str, Any]) -> int | None:
+    """Return the number of checkpoints that a run keeps: the newest ones, and that of the best evaluation."""
+    section = "training" if "training" in config else "checkpoint"
+    newest = _find(config, section, "keep_last_n")
+    return newest + (_find(config, section, "best") is not None) if isinstance(newest, int) else None
 
 
 def _find(config: Mapping[str, Any], section: str, name: str) -> Any:

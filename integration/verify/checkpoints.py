@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from integration.doctor.findings import Finding, judge
 from integration.verify.lines import Lines
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import checkpoint_name, list_checkpoints
+from rollouts.training.checkpoints import checkpoint_name, find_undeleted, list_checkpoints
 from rollouts.training.run_state import RunState, read_run_state
 
 
@@ -32,8 +32,11 @@ class Stage:
         return self.name.upper() or "training"
 
 
-def check_stage(stage: Stage, lines: Lines, *, keep_last_n: int | None) -> tuple[list[Finding], int | None]:
+def check_stage(stage: Stage, lines: Lines, *, kept: int | None) -> tuple[list[Finding], int | None]:
     """Check each checkpoint of a stage, and their number.
+
+    Args:
+        kept: checkpoints that a run keeps, that of its best evaluation included; None = not known.
 
     Returns: the findings, and the step of the newest checkpoint that a resumed run would take; None = there is none.
     """
@@ -54,8 +57,12 @@ def check_stage(stage: Stage, lines: Lines, *, keep_last_n: int | None) -> tuple
         findings.append(
             judge(name, problem or told, fails=bool(problem), advice="restore the file that was edited or shortened from a copy")
         )
-    if keep_last_n is not None and len(paths) > keep_last_n + 1:  # one more is that of the best evaluation
-        told = f"{len(paths)} checkpoints of {stage.title}, although checkpoint.keep_last_n is {keep_last_n}"
+    left = [] if newest is None else find_undeleted(stage.checkpoints / checkpoint_name(newest))
+    if left:
+        told = f"a kill left {', '.join(path.name for path in left)} beside step {newest} of {stage.title}, whose save was to delete it"
+        findings.append(judge("checkpoints", told, warns=True, advice="--resume deletes it before its first step; it may be deleted"))
+    if kept is not None and len(paths) - len(left) > kept:
+        told = f"{len(paths)} checkpoints of {stage.title}, although the run keeps {kept}"
         advice = "steps whose updates were all skipped keep them; else the next save deletes the oldest"
         findings.append(judge("checkpoints", told, warns=True, advice=advice))
     return findings, newest

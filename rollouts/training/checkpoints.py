@@ -2,13 +2,13 @@
 
     checkpoints/step_0060/     files of the backend (weights in Hugging Face layout, optimizer, schedule, random state)
                   run_state.json   step, data position, partial samples, length of the metrics file
-                  manifest.json    size and CRC-32 of every file; written last
+                  manifest.json    size and CRC-32 of every file, and the older checkpoints that its save deletes; written last
 
 A checkpoint is written into a temporary sibling directory, every file is flushed to the disk, and one rename makes it visible.
 
-Other names beside them: `.tmp_*`, files or directories left by a killed process and removed by the next save; `replaced_step_NNNN`, for the
-moment in which a checkpoint of the same number replaces it; `superseded_step_NNNN`, later steps of a run that was resumed from an earlier
-one: they are ignored and may be deleted.
+Other names beside them: `.tmp_*`, files or directories left by a killed process and removed by finish_save, which a resumed run calls, or
+by the next save; `replaced_step_NNNN`, for the moment in which a checkpoint of the same number replaces it; `superseded_step_NNNN`, later
+steps of a run that was resumed from an earlier one: they are ignored and may be deleted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import socket
 import time
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -235,29 +235,55 @@ def _complete(
 ) -> Path:
     try:
         write()
-        _finish(temporary, target, run_state)
+        old = _find_old(target, keep_last_n, protected)
+        _finish(temporary, target, run_state, [path.name for path in old])
     except BaseException as error:
         problem = _clean_up(error, target.parent, temporary)
         if problem is not None:
             raise problem from error
         raise
-    _prune(target, keep_last_n, protected)
+    _prune(target, old, protected)
     return target
+
+
+def finish_save(checkpoint: Path) -> None:
+    """Delete what a killed save of a checkpoint would have deleted, and what it left: no more than keep_last_n and protected ones stay.
+
+    Args:
+        checkpoint: an intact one, of a directory that no other process writes to.
+    """
+    _remove_leftovers(checkpoint.parent)
+    try:
+        _delete(find_undeleted(checkpoint))
+    except OSError as error:  # it must not prevent others
+        warnings.warn(f"an old checkpoint of {checkpoint.parent} cannot be deleted ({error}): delete it yourself", stacklevel=2)
+
+
+def find_undeleted(checkpoint: Path) -> list[Path]:
+    """List the older checkpoints that the save of an intact one was to delete, and which are still there."""
+    manifest = cast("dict[str, Any]", parse_json((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8")))
+    names: object = manifest.get("deletes", [])  # absent: by an earlier version
+    older = itertools.takewhile(lambda path: path != checkpoint, list_checkpoints(checkpoint.parent))
+    return [path for path in older if isinstance(names, list) and path.name in names]
 
 
 def _prepare(directory: Path, temporary: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(directory)
+    temporary.mkdir()
+
+
+def _remove_leftovers(directory: Path) -> None:
     _restore_replaced(directory)
     for leftover in find_leftovers(directory):  # the run lock excludes a live run
         try:
             _remove(leftover)
         except OSError as error:  # a killed save must not prevent others
             warnings.warn(f"{leftover}, left by a killed save, cannot be removed ({error}): remove it yourself", stacklevel=2)
-    temporary.mkdir()
 
 
 def find_leftovers(directory: Path) -> list[Path]:
-    """List what killed saves have left beside the checkpoints: no checkpoint, and removed by the next save."""
+    """List what killed saves have left beside the checkpoints: no checkpoint, and removed by finish_save and the next save."""
     return sorted(path for prefix in (_TEMPORARY_PREFIX, f"{_REPLACED_PREFIX}step_") for path in directory.glob(f"{prefix}*"))
 
 
@@ -277,12 +303,12 @@ def _restore_replaced(directory: Path) -> None:
             replaced.rename(original)
 
 
-def _finish(temporary: Path, target: Path, run_state: str) -> None:
+def _finish(temporary: Path, target: Path, run_state: str, deletes: Sequence[str]) -> None:
     (temporary / RUN_STATE_FILE).write_text(run_state, encoding="utf-8")
     files = sorted(path for path in temporary.rglob("*") if path.is_file())
     entries = {path.relative_to(temporary).as_posix(): {"size": path.stat().st_size, "crc32": checksum(path)} for path in files}
     manifest = temporary / MANIFEST_FILE
-    manifest.write_text(json.dumps({"format": 1, "files": entries}, indent=1) + "\n", encoding="utf-8")
+    manifest.write_text(json.dumps({"format": 1, "deletes": list(deletes), "files": entries}, indent=1) + "\n", encoding="utf-8")
     for path in [*files, manifest, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
         _flush(path)
     if target.exists():  # a rename cannot replace a non-empty directory
@@ -293,25 +319,37 @@ def _finish(temporary: Path, target: Path, run_state: str) -> None:
     _flush(target.parent)
 
 
-def _prune(target: Path, keep_last_n: int, protected: frozenset[Path]) -> None:
-    """Delete checkpoints older than the keep_last_n newest up to `target`, and move aside those newer than `target`."""
+def _find_old(target: Path, keep_last_n: int, protected: frozenset[Path]) -> list[Path]:
+    """List the checkpoints older than the keep_last_n newest up to `target`, which need not be there yet."""
+    older = [path for path in list_checkpoints(target.parent) if _number(path) < _number(target)]
+    return [path for path in older[: max(0, len(older) + 1 - keep_last_n)] if path.resolve() not in protected]
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _prune(target: Path, old: Sequence[Path], protected: frozenset[Path]) -> None:
+    """Delete the old checkpoints, and move aside those newer than `target`."""
     try:
         replaced = target.with_name(_REPLACED_PREFIX + target.name)
         if replaced.exists():
             _remove(replaced)
         checkpoints = list_checkpoints(target.parent)
-        position = checkpoints.index(target)
-        for path in checkpoints[position + 1 :]:
+        for path in checkpoints[checkpoints.index(target) + 1 :]:
             if path.resolve() not in protected:
                 path.rename(_free_name(path.with_name(_SUPERSEDED_PREFIX + path.name)))
-        for path in checkpoints[: max(0, position + 1 - keep_last_n)]:
-            if path.resolve() not in protected:
-                # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
-                doomed = _free_name(path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}"))
-                path.rename(doomed)
-                shutil.rmtree(doomed)
+        _delete(old)
     except OSError as error:
         raise CheckpointError(f"{target} is complete, but another checkpoint cannot be moved or deleted: {error}") from error
+
+
+def _delete(checkpoints: Sequence[Path]) -> None:
+    for path in checkpoints:
+        # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
+        doomed = _free_name(path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}"))
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 def _free_name(path: Path) -> Path:

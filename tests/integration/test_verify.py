@@ -16,6 +16,7 @@ import torch
 
 from integration.command import main
 from integration.train import main as train
+from rollouts.sft_loop import run_sft_training
 
 SMALL = (
     "--mode sft+rl --quiet --sft.num-steps 3 --sft.batch-size 4 --rl.num-steps 3 --rl.prompts-per-step 2 --rl.samples-per-prompt 2 "
@@ -141,12 +142,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_without_an_intact_one_nothing_g
     flip(run / "rl/checkpoints/step_0003/model.safetensors")
     assert verify(run, capsys)[1]["resumes"] == {"stage": "rl", "step": 2}
     flip(run / "rl/checkpoints/step_0002/model.safetensors")
-    assert verify(run, capsys)[1]["resumes"] == {"stage": "sft", "step": 3}
+    refuses(run, capsys, "RL")
+
+
+def test_a_stage_before_the_last_needs_an_intact_checkpoint_too(run: Path, capsys: pytest.CaptureFixture[str]):
     for path in (run / "sft/checkpoints").glob("step_*"):
         (path / "run_state.json").write_text("{}")
+    refuses(run, capsys, "SFT")
+
+
+def refuses(run: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    """Check that verify says what --resume does: it refuses."""
     status, told = verify(run, capsys)
     assert (status, told["resumes"]) == (1, None)
-    assert "no checkpoint is intact" in wrong(told)["resume"]
+    assert f"no checkpoint of {stage} is intact: --resume refuses to go on" in wrong(told)["resume"]
+    assert train(["--resume", "--quiet", "--output-dir", str(run)]) == 1
+    assert f"no checkpoint in {run / stage.lower() / 'checkpoints'} is intact" in capsys.readouterr().err
 
 
 def test_what_a_kill_leaves_is_a_warning(run: Path, capsys: pytest.CaptureFixture[str]):
@@ -158,6 +169,59 @@ def test_what_a_kill_leaves_is_a_warning(run: Path, capsys: pytest.CaptureFixtur
     assert (status, wrong(told)) == (0, {})
     assert "of which it has 16 bytes" in wrong(told, "warn")["metrics"]
     assert ".tmp_step_0004_77; of an abandoned future: rl/checkpoints/superseded_step_0009" in wrong(told, "warn")["leftovers"]
+
+
+KILLED = """
+import os, sys
+from integration.train import main
+
+def kill(event, arguments):
+    if event == "os.rename" and ".tmp_deleted_step_0002" in str(arguments[1]):
+        os._exit(9)
+
+sys.addaudithook(kill)
+main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_before_it_deletes_an_old_checkpoint_deletes_it_before_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run, threads = tmp_path / "run", torch.get_num_threads()
+    argv = [*SMALL.replace("sft+rl", "sft").replace("--sft.num-steps 3", "--sft.num-steps 5").split(), str(run)]
+    ended = subprocess.run([sys.executable, "-c", KILLED, *argv, "--checkpoint.keep-last-n", "2"], check=False, capture_output=True)
+    assert ended.returncode == 9, ended.stderr
+
+    def names() -> list[str]:
+        return sorted(path.name for path in (run / "sft/checkpoints").iterdir())
+
+    assert names() == ["step_0002", "step_0003", "step_0004"]
+    status, told = verify(run, capsys)
+    assert (status, told["resumes"]) == (0, {"stage": "sft", "step": 4})
+    assert "a kill left step_0002 beside step 4 of SFT, whose save was to delete it" in wrong(told, "warn")["checkpoints"]
+
+    seen: list[list[str]] = []
+
+    async def look(*arguments: Any, **options: Any) -> Any:
+        seen.append(names())
+        return await run_sft_training(*arguments, **options)
+
+    monkeypatch.setattr("integration.run.stages.run_sft_training", look)
+    assert train(["--resume", "--quiet", "--output-dir", str(run)]) == 0
+    torch.set_num_threads(threads)
+    assert seen == [["step_0003", "step_0004"]]
+    assert names() == ["step_0004", "step_0005"]
+    assert "checkpoints" not in wrong(verify(run, capsys)[1], "warn")
+
+
+def test_more_checkpoints_than_a_run_keeps_are_a_warning(run: Path, capsys: pytest.CaptureFixture[str]):
+    edited = json.loads((run / "config.json").read_text())
+    edited["checkpoint"]["keep_last_n"] = 1
+    (run / "config.json").write_text(json.dumps(edited))
+    assert "2 checkpoints of RL, although the run keeps 1" in wrong(verify(run, capsys)[1], "warn")["checkpoints"]
+    edited["checkpoint"]["best"] = "eval_loss"
+    (run / "config.json").write_text(json.dumps(edited))
+    assert "checkpoints" not in wrong(verify(run, capsys)[1], "warn")
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

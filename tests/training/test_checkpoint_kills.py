@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -15,7 +16,15 @@ import pytest
 import trio
 
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state, save_checkpoint, verify_checkpoint
+from rollouts.training.checkpoints import (
+    find_undeleted,
+    finish_save,
+    latest_checkpoint,
+    list_checkpoints,
+    load_run_state,
+    save_checkpoint,
+    verify_checkpoint,
+)
 
 KEEP = 2
 OPERATIONS = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "open")
@@ -77,6 +86,9 @@ def test_a_save_that_was_killed_anywhere_hinders_nothing_and_leaves_nothing(tmp_
         num_kills += 1
         newest = latest_checkpoint(directory)
         assert newest is not None and load_run_state(newest)["step"] in (*steps, killed)
+        finish_save(newest)
+        found = sorted(path.name for path in directory.iterdir() if not path.name.startswith("superseded_"))
+        assert len(found) <= KEEP and newest.name in found and not find_undeleted(newest), f"{found} after {directory.name}"
         assert not run_killed(directory, then, 1_000_000)
         found = sorted(path.name for path in directory.iterdir() if not path.name.startswith("superseded_"))
         assert len(found) <= KEEP and all(name.startswith("step_") for name in found), f"{found} after {directory.name}"
@@ -103,6 +115,24 @@ async def test_whatever_bears_the_name_of_a_leftover_is_removed_or_undone(tmp_pa
     await save(tmp_path, 3)
     await save(tmp_path, 4)
     assert sorted(found.name for found in tmp_path.iterdir()) == ["step_0003", "step_0004"]
+
+
+async def test_finishing_a_save_deletes_what_it_named_and_nothing_else(tmp_path):
+    first = await save(tmp_path, 1)
+    await save(tmp_path, 2, protected=[first])
+    newest = await save(tmp_path, 3, protected=[first])
+    copies = [shutil.copytree(newest, tmp_path / name) for name in ("step_0000", "step_0004")]  # not of this save
+    finish_save(newest)
+    assert list_checkpoints(tmp_path) == [copies[0], first, tmp_path / "step_0002", newest, copies[1]]
+    manifest = json.loads((newest / "manifest.json").read_text())
+    assert manifest["deletes"] == []
+    names = ["step_0001", "../step_0002", "step_0003", "step_0004", 7, None]
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"deletes": names}))
+    finish_save(newest)
+    assert list_checkpoints(tmp_path) == [copies[0], tmp_path / "step_0002", newest, copies[1]]
+    del manifest["deletes"]  # as of an earlier version
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    assert find_undeleted(newest) == []
 
 
 async def test_a_leftover_that_cannot_be_removed_is_told_and_hinders_no_save(tmp_path, monkeypatch):
