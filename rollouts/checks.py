@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard, TypeVar, cast
 
@@ -197,6 +198,15 @@ def parse_json(
 def refuse_constant(name: str) -> NoReturn:
     """Raise ValueError for NaN and infinities: the parse_constant of parse_json where they are not taken."""
     raise ValueError(f"{name} is no JSON number")
+
+
+def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a name that it has twice: the object_pairs_hook of parse_json where that is a mistake."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{next(name for name, count in counts.items() if count > 1)!r} stands twice in one object")
+    return found
 
 
 def check_encodable(value: Any) -> None:

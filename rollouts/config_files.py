@@ -19,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-from rollouts.checks import parse_json
+from rollouts.checks import parse_json, refuse_repeats
 from rollouts.errors import ConfigError
 from rollouts.output_files import replace_file
 from rollouts.types import Algorithm
@@ -70,7 +70,7 @@ def load_config(cls: type[C], path: Path | str, **functions: Any) -> C:
 def read_json(path: Path | str) -> dict[str, Any]:
     """Read the settings of a JSON file. Raises ConfigError naming the file."""
     try:
-        data = parse_json(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
+        data = parse_json(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=refuse_repeats)
     except (OSError, ValueError) as error:
         advice = "" if isinstance(error, OSError) else ": mend the file there"
         raise ConfigError(f"cannot read the configuration {path}: {error}{advice}") from error
@@ -78,14 +78,6 @@ def read_json(path: Path | str) -> dict[str, Any]:
         example = '{"rl": {"num_steps": 10}}'
         raise ConfigError(f"the configuration {path} holds a {type(data).__name__}, expected an object of sections, such as {example}")
     return typing.cast("dict[str, Any]", data)
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{twice!r} stands twice in one object")
-    return dict(pairs)
 
 
 def is_number(value: object) -> bool:

@@ -117,3 +117,8 @@ def insert_history(request: GatewayRequest, history: tuple[Message, ...]) -> Gat
     """Return a request with all its messages: its instructions, the history that it names, and its own."""
     system = () if request.instructions is None else (Message(role="system", content=request.instructions),)
     return replace(request, messages=(*system, *history, *request.messages))
+
+
+def drop_prompt(completion: Completion) -> Completion:
+    """Return what the engine sampled alone, for those who keep the prompt and the experts of its tokens elsewhere."""
+    return replace(completion, request_id="", input_tokens=(), untempered_log_probs=None, routed_experts=None)

@@ -69,7 +69,8 @@ def _to_sample(contexts: Sequence[tuple[Answer, ...]], pending: Sample, status: 
         transcript = _add_context(transcript, context)
     answers = [answer for context in contexts for answer in context]
     steps = tuple(EpisodeStep(observation=_show(answer.added), action=answer.text, done=answer is answers[-1]) for answer in answers)
-    kinds = [answer.log_prob_kind for answer in answers if answer.log_prob_kind != "sampled"]
+    completions = [answer.completion for answer in answers]
+    kinds = [completion.log_prob_kind for completion in completions if completion.log_prob_kind != "sampled"]
     return replace(
         pending,
         tokens=transcript.tokens,
@@ -80,8 +81,8 @@ def _to_sample(contexts: Sequence[tuple[Answer, ...]], pending: Sample, status: 
         kept_tokens=transcript.cut_tokens,
         response="\n".join(answer.text for answer in answers),
         status=status,
-        temperature=answers[0].temperature,
-        truncated_sampling=any(answer.truncated_sampling for answer in answers),
+        temperature=completions[0].temperature,
+        truncated_sampling=any(completion.truncated_sampling for completion in completions),
         log_prob_kind=kinds[-1] if kinds else "sampled",
         turns=transcript.turns,
         context_starts=transcript.context_starts,
@@ -102,9 +103,15 @@ def _add_context(transcript: Transcript, context: Sequence[Answer]) -> Transcrip
                 given = (*answer.parent.collect_context(), *given)
         messages = answer.added or ((Message(role="user", content=answer.prompt_text),) if not answer.messages else ())
         transcript = change(append_given(transcript, given), messages=(*transcript.messages, *messages))
-        kept = find_kept(answer.kept_tokens, len(answer.tokens), is_cut=answer.truncated_sampling)
+        found = answer.completion
         transcript = append_sampled(
-            transcript, answer.tokens, answer.log_probs, answer.versions, answer.routed_experts, kept, text=answer.text
+            transcript,
+            found.output_tokens,
+            found.output_log_probs,
+            found.output_versions,
+            answer.routed_experts,
+            find_kept(found.kept_tokens, found.output_len, is_cut=found.truncated_sampling),
+            text=answer.text,
         )
     return transcript
 

@@ -22,8 +22,8 @@ from rollouts.chat.formats import ConversationFormat, Rewriting
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import EngineError
 from rollouts.gateway.known_texts import KnownTexts
-from rollouts.gateway.requests import MessageKey, Reply, make_key, reply_message
-from rollouts.types import Completion, KeptTokens, LogProbKind, Message, RoutedExperts, SamplingParams, change
+from rollouts.gateway.requests import MessageKey, Reply, drop_prompt, make_key, reply_message
+from rollouts.types import Completion, Message, RoutedExperts, SamplingParams, change
 
 if TYPE_CHECKING:
     from rollouts.gateway.cassettes.tapes import Tape
@@ -43,15 +43,18 @@ class Answer:
     text: str  # text as sampled, without its ending
     prompt_text: str  # text of a plain prompt; "" for messages
     prompt_hash: blake2b  # state behind the tokens of its prompt
-    tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    versions: tuple[int, ...]
-    routed_experts: RoutedExperts | None
-    kept_tokens: KeptTokens | None
-    was_cut: bool  # whether it reached its token budget
-    temperature: float
-    truncated_sampling: bool
-    log_prob_kind: LogProbKind
+    completion: Completion  # as sampled, without its prompt, which a long session would hold once for each answer
+    routed_experts: RoutedExperts | None  # experts of the prompt's and the answer's tokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Its own tokens, as sampled."""
+        return self.completion.output_tokens
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether it reached its token budget."""
+        return self.completion.finish_reason == "length"
 
     def collect_context(self) -> tuple[int, ...]:
         """Return all tokens of its context: its prompt and its own."""
@@ -234,15 +237,8 @@ class Session:
             text=text,
             prompt_text=plan.prompt_text,
             prompt_hash=plan.prompt_hash,
-            tokens=completion.output_tokens,
-            log_probs=completion.output_log_probs,
-            versions=completion.output_versions,
+            completion=drop_prompt(completion),
             routed_experts=completion.routed_experts,
-            kept_tokens=completion.kept_tokens,
-            was_cut=completion.finish_reason == "length",
-            temperature=completion.temperature,
-            truncated_sampling=completion.truncated_sampling,
-            log_prob_kind=completion.log_prob_kind,
         )
         self._num_answers = max(self._num_answers, answer.number + 1)
         self._plans[answer.number] = plan

@@ -41,7 +41,7 @@ def test_hermes_calls_in_the_order_of_the_text():
         ('{"name": "calc", "arguments": {"e": NaN}}', "no JSON: NaN is no JSON number"),
         ('{"name": "calc", "arguments": {"e": -1e999}}', "no JSON: -1e999 is no JSON number"),
         ('{"name": "calc", "arguments": {"e": "\\ud83d"}}', "no JSON: half of a surrogate pair in it"),
-        ('{"name": "calc", "name": "clock"}', "no JSON: 'name' is there twice"),
+        ('{"name": "calc", "name": "clock"}', "no JSON: 'name' stands twice in one object"),
         ("[" * 100000, "no JSON: lists or objects are nested too deeply"),
         ('{"name": "calc", "arguments": {"e": ' + "9" * 5000 + "}}", "no JSON: "),
         ("", "no JSON: Expecting value"),

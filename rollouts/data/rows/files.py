@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 import numpy as np
 
-from rollouts.checks import check_encodable, parse_json
+from rollouts.checks import check_encodable, parse_json, refuse_repeats
 from rollouts.data.rows.hub import HUB_PREFIX, load_from_hub, parse_hub_name
 from rollouts.data.rows.loaded import LazyRows, LoadedRows
 from rollouts.errors import DataError
@@ -238,7 +238,7 @@ def _take_object(row: Any, where: str) -> Row:
 
 
 def _parse_json(text: str) -> Any:
-    value = parse_json(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys)
+    value = parse_json(text, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=refuse_repeats)
     if "\\u" in text:
         check_encodable(value)  # a lone surrogate such as \ud800 is no text
     return value
@@ -252,14 +252,6 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text[:30]} is out of the range of a float")
     return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Row:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
-    return out
 
 
 # -- JSON and CSV, which are read whole

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from rollouts.checks import check_encodable, parse_json, refuse_constant
+from rollouts.checks import check_encodable, parse_json, refuse_constant, refuse_repeats
 from rollouts.environments.tools.tool import Tool
 
 
@@ -164,7 +164,7 @@ def _unquote(text: str) -> str:
 def _load_json(text: str) -> Any:
     """Parse JSON. Raises ValueError with the fault, also for NaN, infinity, a repeated name, half a surrogate pair, too deep nesting."""
     try:
-        value = parse_json(text, parse_constant=refuse_constant, parse_float=_parse_float, object_pairs_hook=_build_object)
+        value = parse_json(text, parse_constant=refuse_constant, parse_float=_parse_float, object_pairs_hook=refuse_repeats)
         check_encodable(value)
         return value
     except json.JSONDecodeError as error:
@@ -176,14 +176,6 @@ def _load_json(text: str) -> Any:
 def _parse_float(text: str) -> float:
     value = float(text)
     return value if math.isfinite(value) else refuse_constant(text)
-
-
-def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    repeated = next((name for name in names if names.count(name) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"{repeated!r} is there twice")
-    return dict(pairs)
 
 
 def _parse_json_call(text: str) -> ToolCall | ToolCallError:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
-from rollouts.gateway.requests import MessageKey, make_key
+from rollouts.gateway.requests import MessageKey, drop_prompt, make_key
 from rollouts.types import Completion, Message, RoutedExperts, SamplingParams
 
 FORMAT, VERSION = "rollouts.gateway.cassette", 1
@@ -53,8 +53,8 @@ class RecordedAnswer:
     @classmethod
     def create(cls, number: int, message: Message, text: str, completion: Completion) -> RecordedAnswer:
         """Return the answer of a completion."""
-        alone = replace(completion, request_id="", input_tokens=(), untempered_log_probs=None, routed_experts=None)
-        return cls(number=number, message=message, text=text, completion=alone, routed_experts=completion.routed_experts)
+        alone, experts = drop_prompt(completion), completion.routed_experts
+        return cls(number=number, message=message, text=text, completion=alone, routed_experts=experts)
 
     def complete(self, prompt: tuple[int, ...], request_id: str) -> Completion:
         """Return the completion of this answer to its prompt."""
