@@ -168,6 +168,8 @@ def load_labelled_answers(
                 raise DataError(f"label is {show_value(row['label'])}, expected true or false beside a prompt and a completion")
             rest = {name: value for name, value in row.items() if name not in ("prompt", "completion", "label")}
             answer = _prepare_answer(tokenizer, row.get("prompt"), row["completion"], max_length, **template_kwargs)
+            if row["label"]:
+                _check_says_something(row["completion"])
             _check_fits(answer, limits)
             return replace(cut_behind_answer(answer), reward=float(row["label"]), metadata=rest, index=number, group_index=number)
         except DataError as error:
@@ -252,7 +254,7 @@ def prepare_preference_pair(
         whole_answers: False = loss_mask is 1 at the last token alone, where a reward model's score is read; True = at all tokens of the
             answer, whose log-probs losses of preferences compare.
 
-    Raises: DataError for a row of another form, or two answers that are the same.
+    Raises: DataError for a row of another form, an empty chosen answer, or two answers that are the same.
     """
     rest = dict(row)
     missing = [name for name in ("chosen", "rejected") if rest.get(name) is None]
@@ -270,6 +272,8 @@ def prepare_preference_pair(
     for name, answer in zip(("chosen", "rejected"), answers, strict=True):
         try:
             sample = _prepare_answer(tokenizer, prompt, answer, max_length, **template_kwargs)
+            if name == "chosen":
+                _check_says_something(answer)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         judged = cut_behind_answer(sample) if whole_answers else read_at_the_end(sample, to_turn_end=to_turn_end)
@@ -284,6 +288,13 @@ def prepare_preference_pair(
 def _prepare_answer(tokenizer: PreTrainedTokenizerBase, prompt: Any, answer: Any, max_length: int | None, **template_kwargs: Any) -> Sample:
     example = _as_example(prompt, answer)
     return prepare_sft_sample(tokenizer, example, max_length=max_length, last_assistant_only="messages" in example, **template_kwargs)
+
+
+def _check_says_something(answer: Any) -> None:
+    """Raise DataError for a preferred answer without text and calls of tools: the model would learn to say nothing."""
+    last = answer if isinstance(answer, str) else read_messages(answer, "the answer")[-1]
+    if not (last.strip() if isinstance(last, str) else (last.content or "").strip() or last.tool_calls):
+        raise DataError("the preferred answer is empty: from it the model learns to say nothing; give its text, or leave the row out")
 
 
 def cut_behind_answer(sample: Sample) -> Sample:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import CHATML, create_tokenizer
 
 from rollouts.algorithms.preferences import last_scores, pair_mean
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -134,6 +135,22 @@ def test_the_best_rollout_of_a_group_is_preferred_to_its_worst():
     assert [pair.chosen.tokens[1] for pair in rank_rollouts(samples, min_difference=0.5)] == [11]
 
 
+def test_an_empty_answer_may_be_the_worse_one_and_never_the_better_one(tmp_path: Path):
+    assert prepare_preference_pair(create_char_tokenizer(), {"prompt": "a", "chosen": "b", "rejected": ""}).rejected.response == ""
+    for empty in (" \n", [{"role": "assistant", "content": " "}]):
+        with pytest.raises(DataError, match="chosen: the preferred answer is empty"):
+            prepare_preference_pair(create_tokenizer(CHATML), {"prompt": "a", "chosen": empty, "rejected": "b"})
+    call = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+    assert prepare_preference_pair(create_tokenizer(CHATML), {"prompt": "a", "chosen": call, "rejected": answer("b")}).margin == 0
+    rows = [{"prompt": "1+2=", "completion": text, "label": label} for text, label in (("", False), ("3", True), ("", True))]
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
+    assert len(load_labelled_answers(create_char_tokenizer(), path)) == 2
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=r"answers\.jsonl, line 3: the preferred answer is empty"):
+        load_labelled_answers(create_char_tokenizer(), path)
+
+
 BAD = {
     "no rejected": (
         {"prompt": "a", "chosen": "b"},
@@ -145,6 +162,7 @@ BAD = {
     "margin beyond floats": ({**TEXT, "margin": 10**400}, "margin is 1000000"),
     "ends with the user": ({"chosen": ASK, "rejected": ASK}, "chosen: the conversation ends with a message of the role user"),
     "other prompt": ({"prompt": "9", "chosen": ASK + answer("3"), "rejected": ASK + answer("4")}, "do not begin with the prompt"),
+    "empty": ({"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: the preferred answer is empty: from it the model learns to say"),
     "number": ({"prompt": "a", "chosen": "b", "rejected": 7}, "rejected: the answer is 7 (int), expected a text, or a list"),
     "too long": ({"prompt": "a", "chosen": "b", "rejected": "b" * 40}, "rejected: the conversation has 42 tokens, more than max_length 30"),
 }
