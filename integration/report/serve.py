@@ -14,6 +14,7 @@ from rollouts.errors import ConfigError
 
 HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")
+_FILES = ("config.json", "run.json", "metrics.jsonl", "summary.json", "warnings.jsonl")  # files of a run, besides its rollouts
 _WAIT_S = 10.0  # for a request, and for a reader of the answer
 
 Respond = Callable[[str], "tuple[int, str, bytes]"]
@@ -101,7 +102,7 @@ def describe_state(paths: Iterable[Path]) -> str:
     """Return a short text that changes when a file of the runs does that a report reads."""
     digest = hashlib.sha256()
     for run in paths:
-        for file in sorted([run / "metrics.jsonl", run / "summary.json", *run.glob("rl/trajectories/step_*.jsonl")]):
+        for file in sorted([*(run / name for name in _FILES), *run.glob("rl/trajectories/step_*.jsonl")]):
             if file.is_file():
                 found = file.stat()
                 digest.update(f"{file}|{found.st_size}|{found.st_mtime_ns}\n".encode())

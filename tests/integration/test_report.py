@@ -368,7 +368,10 @@ def test_the_state_of_a_run_changes_with_its_files(run: Path):
     assert before == describe_state([run])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "stage": "rl"}\n')
-    assert describe_state([run]) != before
+    after = describe_state([run])
+    assert after != before
+    (run / "warnings.jsonl").write_text('{"logger": "mine", "text": "told before the line of its step"}\n')
+    assert describe_state([run]) != after
 
 
 def test_a_model_is_not_taken_for_a_run(tmp_path: Path):

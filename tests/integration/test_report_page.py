@@ -160,6 +160,21 @@ def test_clipped_tokens_are_coloured_where_the_list_is_about_them(page: Path, lo
     browser.wait("document.querySelector('.legend').textContent.startsWith('clipped or left out')")
 
 
+def test_a_step_without_clipped_tokens_says_which_steps_have_some(tmp_path: Path, look: Look, browser: Page):
+    for step, index in ((1, 3), (2, 4), (3, 6)):
+        records = [create_record(index, step, 1.0, 0.5, (0.0, 1.0))]  # an odd one has a clipped token
+        write_records(tmp_path / "rl" / "trajectories" / f"step_{step:04d}.jsonl", records)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "rl", "reward_mean": 0.5}\n')
+    page = tmp_path / "report.html"
+    page.write_text(render(read_report([tmp_path], max_tokens=0)))
+    document, console = look(page, "tab=rollouts&order=clipped")
+    assert console == "" and "The update clipped no token of these rollouts, but some of 1 of step 1." in document
+    browser.ask("[...document.querySelectorAll('.note button')].find((b) => b.textContent === 'Show all steps').click()")
+    browser.wait("document.querySelectorAll('[data-row]').length === 3")
+    assert "1 clipped" in browser.ask("document.querySelector('[data-row]').textContent")
+    assert "clipped no token" not in browser.ask("document.getElementById('main').textContent")
+
+
 def test_a_group_that_is_not_shown_is_accounted_for(page: Path, look: Look, browser: Page):
     document, _ = look(page, "tab=rollouts&step=1&group=3")
     assert "step 1, group 3: no gradient" in document

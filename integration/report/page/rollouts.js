@@ -73,6 +73,7 @@ async function drawRollouts(report, state, change) {
   else if (state.order) found.sort((a, b) => (state.order === "down" ? -1 : 1) * ((a.reward ?? -Infinity) - (b.reward ?? -Infinity)));
   const list = make("div", { class: "list", "aria-label": "Rollouts" }), sheets = make("div", { class: "sheets", "aria-live": "polite" });
   page.append(filters, make("p", { class: "note", id: "count" }, `${found.length} of ${rows.length} recorded rollouts`), make("div", { class: "browser" }, list, sheets));
+  if (state.order === "clipped" && found.length && !found.some((row) => row.clipped)) page.lastChild.before(...await explainUnclipped(report, rows, now, change));
   const nameOf = (row) => `${row.chunk}-${row.at}`;
   let shown = 0, lastGroup = null;
   const more = make("button", { type: "button", class: "row", on: { click: () => extend() } }, "Show more");
@@ -120,6 +121,14 @@ async function explainNothing(report, rows, state, change) {
     found.push(make("p", {}, show(`Group ${state.group} is not among the recorded ones${state.step === undefined ? "" : ` of step ${state.step}`}: ${names}. A run with --trajectories.every 1 records all groups.`)));
   }
   return found;
+}
+
+// No token of the listed rollouts was clipped: say so, and whether tokens of other steps were.
+async function explainUnclipped(report, rows, state, change) {
+  const elsewhere = state.step === undefined ? [] : (await filterRows(report, rows, { ...state, step: undefined })).filter((row) => row.clipped);
+  if (!elsewhere.length) return [make("p", { class: "note" }, "The update clipped no token of these rollouts.")];
+  const steps = [...new Set(elsewhere.map((row) => row.step))];
+  return [make("p", { class: "note" }, `The update clipped no token of these rollouts, but some of ${elsewhere.length} of ${steps.length === 1 ? `step ${steps[0]}` : `${steps.length} other steps`}. `, make("button", { type: "button", on: { click: () => change({ step: "", pick: undefined }) } }, "Show all steps"))];
 }
 
 function drawGroup(report, row, records, key, change) {

@@ -2,7 +2,7 @@
 // Tokens coloured by one of their numbers, each explained under the pointer, on focus and on touch.
 
 const LOG_PROBS = ["log_prob", "trainer", "reference", "proximal", "segment", "updated"];
-const MARKS = { clip_low: "clip_low: too rare already", clip_high: "clip_high: too frequent already", masked: "left out" };
+const MARKS = { no_advantage: "no colour: its advantage is 0", clip_low: "clip_low: too rare already", clip_high: "clip_high: too frequent already", masked: "left out" };
 const RATIOS = ["ratio", "update_ratio"];
 
 function colorOf(key, value, most) {
@@ -60,7 +60,7 @@ function explainToken({ columns, reasons }, { tokens, i, key: chosen }) {
 
 function legend(key, columns, most) {
   const box = make("div", { class: "legend" }, (columns.find((column) => column.key === key) || { label: key }).label + ":");
-  const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "reason" ? ["kept", "clip_low", "clip_high", "masked"] : RATIOS.includes(key) ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
+  const values = key === "mask" ? [1] : LOG_PROBS.includes(key) ? [0, -1, -3, -6] : key === "version" ? [] : key === "reason" ? ["kept", "no_advantage", "clip_low", "clip_high", "masked"] : RATIOS.includes(key) ? [0.8, 0.9, 1, 1.1, 1.2] : key === "weight" || key === "importance" ? [0, most / 2, most] : [-most, -most / 2, 0, most / 2, most];
   for (const value of values) {
     const mark = make("i", {}, MARKS[value] || number(value));
     mark.style.background = colorOf(key, value, most);
