@@ -152,10 +152,17 @@ def create_loggers(expressions: Sequence[str], run: RunIdentity, *, timeout_s: f
     Args:
         timeout_s: seconds for the start, a line, and the end of each.
 
-    Raises: ConfigError if a user's function fails or does not return a logger.
+    Raises: ConfigError if a user's function fails or does not return a logger; those that were created before it are finished.
     """
-    calls = parse_loggers(expressions)
-    return [ContinuedLogger(partial(_create_logger, call, run), call.text, run.earlier, timeout_s=timeout_s) for call in calls]
+    created: list[MetricsLogger] = []
+    try:
+        for call in parse_loggers(expressions):
+            created.append(ContinuedLogger(partial(_create_logger, call, run), call.text, run.earlier, timeout_s=timeout_s))
+    except BaseException:
+        for logger in created:
+            logger.finish()
+        raise
+    return created
 
 
 def _create_logger(call: PresetCall, run: RunIdentity) -> MetricsLogger:

@@ -220,7 +220,7 @@ def _is_cancelled(ended: BaseException) -> bool:
 
 def _add_hooks(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger, last: _LastWrite) -> RLParts:
     async def keep(step: int, batch: RolloutBatch) -> None:
-        await last.wait()
+        await settle()  # in a thread, so that hold has nothing left to write
         trajectories.hold(step, batch)
         log_samples(parts.metrics_logger, batch.samples[:NUM_TABLED], step)
         await trio.to_thread.run_sync(ledger.add, step, batch)

@@ -321,6 +321,26 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
             check_loggers([name])
 
 
+def test_the_loggers_before_one_that_cannot_be_called_are_finished(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "class Kept:\n"
+        "    def log(self, metrics, step): pass\n"
+        f"    def finish(self): Path({str(tmp_path / 'finished')!r}).touch()\n"
+        "def keep(): return Kept()\n"
+        "def fail(): raise ValueError('no key')\n"
+    )
+    identity = RunIdentity(directory=tmp_path / "a", settings={})
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="raised ValueError: no key"):
+        create_loggers([f"{tmp_path}/mine.py:keep", f"{tmp_path}/mine.py:fail"], identity)
+    assert (tmp_path / "finished").exists()
+    for thread in threading.enumerate():
+        if thread.name.startswith("logger "):
+            thread.join(10.0)
+    assert threading.active_count() <= before
+
+
 def test_a_users_logger_gets_every_line_of_a_resumed_run_from_there_on(tmp_path: Path):
     identity = RunIdentity(directory=tmp_path / "a", settings={}, earlier=[{"step": 1, "stage": "sft", "loss": 1.0}])
     (logger,) = create_loggers([f"jsonl('{tmp_path}/copy.jsonl')"], identity)

@@ -161,6 +161,58 @@ async def test_a_checkpoint_has_the_rollouts_of_a_step_whose_update_was_left_out
             assert [record.sample for record in read_records(tmp_path / "step_0001.jsonl")] == [sample]
 
 
+async def test_the_event_loop_is_free_while_the_rollouts_of_an_update_that_was_left_out_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The hooks of the next step write them: nothing else does where no checkpoint is between the two."""
+    threads: list[threading.Thread] = []
+    patch_writes(monkeypatch, lambda step: threads.append(threading.current_thread()))
+    sample = Sample(tokens=(3, 4, 5), loss_mask=(0.0, 1.0, 1.0), rollout_log_probs=(0.0, -1.0, -1.0), reward=1.0)
+    parts = RLParts(backend=create_pytorch_backend(create_tiny_model(), lr=1e-3), data_buffer=DataBuffer(None, seed=0), engines=())
+    with TrajectoryWriter(tmp_path, TrajectorySection()) as trajectories:
+        async with open_files(parts, trajectories, Ledger(tmp_path / "ledger.jsonl", finished_steps=0)) as parts:
+            assert parts.on_rollouts is not None
+            for step in (1, 2):
+                await parts.on_rollouts(step, RolloutBatch(samples=(sample,)))
+            assert [path.name for path in tmp_path.glob("step_*")] == ["step_0001.jsonl"]
+            assert len(threads) == 1 and threads[0] is not threading.current_thread()
+
+
+HUNG = """
+import sys, threading
+from integration.run import step_files
+def hang(path, lines):
+    print("writing", flush=True)
+    threading.Event().wait()
+step_files.write_lines = hang
+from integration.train import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grace_s", ["1", "None"])
+def test_a_write_that_never_ends_does_not_hold_the_run_for_ever(grace_s: str, tmp_path: Path):
+    """A disk that hangs: the grace after the first Ctrl-C ends the process, and without one the second Ctrl-C does."""
+    argv = ["--mode", "rl", "--rl.num-steps", "7", "--evaluation.num-prompts", "4", "--quiet", "--grace-s", grace_s]
+    argv += ["--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", "--output-dir", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HUNG, *argv], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        while process.stdout.readline() != "writing\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        if grace_s == "None":
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(60.0) == 130
+    finally:
+        process.kill()
+
+
 SLOW = """
 import sys, time
 from integration.run import step_files
