@@ -43,15 +43,19 @@ _TRAINING = (
     "rl",
     "preference",
     "reference",
+    "teacher",
     "critic",
     "backend",
     "lora",
     "checkpoint",
     "trajectories",
     "profile",
+    "on_bad",
     "hardware",
     "loggers",
     "logger_timeout_s",
+    "crash_bundles",
+    "enable_segment_wise_ppo",
 )
 SCREEN = Screen(
     text="""\

@@ -76,7 +76,7 @@ def name_as_started(text: str) -> str:
 
 
 def show_help(argv: Sequence[str], print_all: Callable[[], object], screen: Screen = TRAINING) -> str | None:
-    """Return the help that --help or --help SECTION ask for; None if the arguments ask for neither.
+    """Return the help that --help or --help SECTION ask for, or --help-all of a command that leaves settings out; None for other arguments.
 
     Args:
         print_all: prints the help of all options to stdout.
@@ -85,7 +85,7 @@ def show_help(argv: Sequence[str], print_all: Callable[[], object], screen: Scre
     """
     place = next((k for k, argument in enumerate(argv) if argument in ("--help", "-h")), None)
     if place is None:
-        return None
+        return _drop_left_out(print_all, screen) if "--help-all" in argv and screen.left_out else None
     names = list_sections(screen)
     if place + 1 < len(argv) and not argv[place + 1].startswith("-"):
         printed = io.StringIO()  # a stream without an encoding: tyro draws no frames
@@ -94,6 +94,24 @@ def show_help(argv: Sequence[str], print_all: Callable[[], object], screen: Scre
         return (_cut_options if screen.flat else _cut_section)(printed.getvalue(), argv[place + 1], screen)
     width = max(map(len, names))
     return screen.text.format(sections="\n".join(f"  {name:<{width}}  {text}" for name, text in names.items())).rstrip()
+
+
+def _drop_left_out(print_all: Callable[[], object], screen: Screen) -> str:
+    """Return the help of all options without those that the command does not read, with frames where stdout takes them."""
+    printed = io.TextIOWrapper(io.BytesIO(), encoding=getattr(sys.stdout, "encoding", None) or "utf-8", errors="replace")
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        print_all()
+    printed.seek(0)
+    flags = {"--" + name.replace("_", "-") for name in screen.left_out}
+    kept: list[str] = []
+    for part in re.split(r"^(?=(?:╭─)? (?:\S+ )?options)", printed.read(), flags=re.MULTILINE):
+        heading = re.match(r"(?:╭─)? (\S+) options", part)
+        if heading is None:  # options without a section
+            blocks = re.split(r"^(?=(?:│ |  )--|╰)", part, flags=re.MULTILINE)
+            kept += [block for block in blocks if re.split(r"[\s,]", block.lstrip("│ "), maxsplit=1)[0] not in flags]
+        elif heading[1].replace("-", "_").partition(".")[0] not in screen.left_out:
+            kept.append(part)
+    return "".join(kept).rstrip()
 
 
 def find_help(text: str, option: str) -> str:
@@ -118,7 +136,9 @@ def list_sections(screen: Screen = TRAINING) -> dict[str, str]:
 def _cut_section(text: str, section: str, screen: Screen) -> str:
     """Return a section, and those inside it, from the help of all options. Raises ConfigError for an unknown one."""
     _, *parts = re.split(r"^ (\S+) options *$", text, flags=re.MULTILINE)
-    bodies = {name: body for name, body in zip(parts[::2], parts[1::2], strict=True) if name.partition(".")[0] in list_sections(screen)}
+    named_parts = zip((name.replace("-", "_") for name in parts[::2]), parts[1::2], strict=True)
+    bodies = {name: body for name, body in named_parts if name.partition(".")[0] in list_sections(screen)}
+    section = section.replace("-", "_")
     named = {name: body for name, body in bodies.items() if name == section or name.startswith(section + ".")}
     if not named:
         raise ConfigError(f"--help knows no section {section!r}: {suggest(section, bodies)}")

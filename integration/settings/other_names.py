@@ -92,6 +92,10 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     for flag in sorted(known):
         by_last.setdefault(_last_part(flag), []).append(flag)
     for flag in unknown:
+        if inside := sorted(option for option in known if option.startswith(f"{flag.replace('_', '-')}.")):
+            section = flag.removeprefix("--").replace("-", "_")
+            lines.append(f"  {flag} is a section: its settings are {', '.join(inside[:_MOST_SIMILAR])}, ...; --help {section} lists them")
+            continue
         whole = difflib.get_close_matches(flag, known, n=3, cutoff=0.8)
         alike = difflib.get_close_matches(_last_part(flag), by_last, n=3, cutoff=0.8)
         similar = list(dict.fromkeys([*whole, *(option for last in alike for option in by_last[last])]))[:_MOST_SIMILAR]

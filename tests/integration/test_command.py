@@ -159,6 +159,16 @@ def test_the_help_of_a_section_shows_its_options_alone(argv: list[str], shown: s
     assert end.value.code == 0 and shown in everything and len(everything.splitlines()) > 100
 
 
+def test_the_help_of_all_options_of_an_evaluation_has_none_of_training(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["eval", "--help-all"])
+    told = capsys.readouterr().out
+    for shown in ("--generation.temperature", "--engine.deadlines.", "--threshold", "--tasks", "--seed"):
+        assert shown in told
+    for hidden in ("--sft.", "--rl.", "--critic.", "--on-bad.", "--teacher.", "--trajectories.", "--loggers", "--crash-bundles"):
+        assert hidden not in told, hidden
+
+
 @pytest.mark.parametrize("name", ["train", "train-reward-model", "simulate", "eval"])
 def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: pytest.CaptureFixture[str]):
     options: list[set[str]] = []

@@ -16,6 +16,8 @@ from forked import run
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, list_flags, parse_command_line, print_all_options
 from integration.settings.config import Config, create_model_config
+from integration.settings.help_text import list_sections as show_sections
+from integration.settings.help_text import show_help
 from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections import ModelSection, RLSection, SFTSection
@@ -281,7 +283,7 @@ def test_help_is_one_screen_that_names_the_sections_and_the_options_of_the_comma
     assert {name for name in alone if spell_option(name) not in printed} == set()
 
 
-@pytest.mark.parametrize("section", ["sft", "rl.optimizer", "engine"])
+@pytest.mark.parametrize("section", ["sft", "rl.optimizer", "engine", "on_bad"])
 def test_help_of_a_section_has_its_settings_and_those_inside_alone(section: str, capsys: pytest.CaptureFixture[str]):
     printed = read_help(capsys, "--help", section)
     shown = set(re.findall(r"^  (--[\w.-]+)", printed, re.MULTILINE))
@@ -292,6 +294,20 @@ def test_help_of_a_section_has_its_settings_and_those_inside_alone(section: str,
 def test_help_of_an_unknown_section_suggests_one():
     with pytest.raises(ConfigError, match=r"--help knows no section 'sff': did you mean 'sft'"):
         parse_command_line(["--help", "sff"])
+
+
+def test_each_section_of_the_screen_has_a_help(capsys: pytest.CaptureFixture[str]):
+    everything = print_all_options()
+    for section in ("on_bad", "on-bad", "rl.kl_control", "rl.kl-control", *show_sections()):
+        assert f"  --{section.replace('_', '-')}." in str(show_help(["--help", section], lambda: print(everything))), section
+
+
+def test_a_section_given_as_an_option_is_told_with_its_settings(capsys: pytest.CaptureFixture[str]):
+    for flag in ("--on-bad", "--on_bad"):
+        with pytest.raises(SystemExit, match="2"):
+            parse_command_line([flag, "skip"])
+        told = capsys.readouterr().err
+        assert f"{flag} is a section: its settings are --on-bad.all-masked, " in told and "; --help on_bad lists them" in told
 
 
 def test_help_all_explains_each_setting(capsys: pytest.CaptureFixture[str]):
