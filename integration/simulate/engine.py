@@ -2,7 +2,7 @@
 
 One task serves all engines, and one heap holds the finish time of each group. This works because sequences do not slow each other down: the
 end of a response is known as soon as it has a slot, and only a weight update, an abort or a failure moves it. A group under generation
-costs one waiting task, one entry in the heap and a logarithm of the slots for each response, whatever its length.
+costs one entry in the heap and a logarithm of the slots for each response, whatever its length; who generates it is called at its end.
 
 A group is one Sample that represents all of its responses, with one token per weight version under which it was generated; loss_mask is the
 number of real tokens that this token represents.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -41,13 +41,13 @@ class GroupRequest:
     done: list[int]  # initial tokens of each response
     targets: list[int]  # final tokens of each response
     fails_after: float  # fraction of its duration after which it fails; inf = never
+    on_over: Callable[[GroupRequest], None]  # called when it has finished, failed or was aborted
     starts: list[float] = field(default_factory=list[float])  # time at which each response has a slot and its prompt is read
     ends: list[float] = field(default_factory=list[float])  # time at which each response ends
     finish: float = math.inf  # time at which the group ends or fails
     is_planned: bool = False
     stopped_at: float | None = None  # time at which it finished, failed or was aborted
     status: Status = Status.PENDING
-    over: trio.Event = field(default_factory=trio.Event)
 
     def active_seconds(self, now: float) -> float:
         """Return the slot seconds that its responses have used so far."""
@@ -175,17 +175,22 @@ class SimulatedFleet:
         assert isinstance(clock, trio.testing.MockClock), f"the clock is a {type(clock).__name__}, expected trio's MockClock"
         while True:
             await trio.testing.wait_all_tasks_blocked()
-            now, event = trio.current_time(), self._next_event()
-            if self._is_woken or event <= now:
-                self._take_turn()
-            elif self._settling:
-                self._settling.unpark_all()
-            elif (seconds := min(event - now, trio.lowlevel.current_statistics().seconds_to_next_deadline)) < math.inf:
-                clock.jump(seconds)
-                if event <= trio.current_time():
+            while True:  # as long as it wakes no other task
+                now, event = trio.current_time(), self._next_event()
+                statistics = trio.lowlevel.current_statistics()
+                if statistics.tasks_runnable or statistics.run_sync_soon_queue_size or statistics.seconds_to_next_deadline <= 0:
+                    break
+                if self._is_woken or event <= now:
                     self._take_turn()
-            else:
-                await self._work.park()
+                elif self._settling:
+                    self._settling.unpark_all()
+                elif (seconds := min(event - now, statistics.seconds_to_next_deadline)) < math.inf:
+                    clock.jump(seconds)
+                    if event <= trio.current_time():
+                        self._take_turn()
+                else:
+                    await self._work.park()
+                    break
 
     def _take_turn(self) -> None:
         self._is_woken = False
@@ -206,7 +211,8 @@ class SimulatedFleet:
 
     def _wake(self) -> None:
         self._is_woken = True
-        self._work.unpark_all()
+        if self._work:
+            self._work.unpark_all()
 
     def _stop_aborted(self) -> None:
         """Stop what was aborted or cancelled at this moment, in the order of prompts: sums of floats depend on it."""
@@ -263,31 +269,39 @@ class SimulatedFleet:
     def _stop(self, request: GroupRequest, status: Status, now: float) -> None:
         request.status, request.stopped_at = status, now
         self._active_s += request.active_seconds(now)
-        request.over.set()
+        request.on_over(request)
 
     # -- generation
 
     async def generate_group(self, prompt: Prompt, partial: Group = ()) -> Group:
         """Generate all responses to a prompt, or continue those of an interrupted group. Raises EngineError for a failing group."""
-        request = self._create_request(prompt, partial)
-        self._arrivals[prompt.index] = request
-        self._wake()
+        over = trio.Event()
+        request = self.submit(prompt, partial, lambda _: over.set())
         try:
-            await request.over.wait()
+            await over.wait()
         finally:
             if request.stopped_at is None:  # cancelled
                 self._stopping.append(request)
                 self._wake()
+        return self.take_group(request)
+
+    def submit(self, prompt: Prompt, partial: Group, on_over: Callable[[GroupRequest], None]) -> GroupRequest:
+        """Begin to generate all responses to a prompt, or to continue those of an interrupted group; on_over is called at the end."""
+        request = self._arrivals[prompt.index] = self._create_request(prompt.index, partial, on_over)
+        self._wake()
+        return request
+
+    def take_group(self, request: GroupRequest) -> Group:
+        """Return the group of a request that is over. Raises EngineError if it has failed."""
         if request.status is Status.FAILED:
-            raise EngineError(f"prompt {prompt.index} failed, as a fraction of {self.section.failure_rate} does in this simulation")
+            raise EngineError(f"prompt {request.index} failed, as a fraction of {self.section.failure_rate} does in this simulation")
         sample = self._to_sample(request)
         if sample.reward or request.status is Status.ABORTED:
             oldest = min((version for version in sample.weight_versions or () if version >= 0), default=self.version)
-            self._resident[prompt.index] = int(sum(sample.loss_mask)), oldest
+            self._resident[request.index] = int(sum(sample.loss_mask)), oldest
         return (sample,)
 
-    def _create_request(self, prompt: Prompt, partial: Group) -> GroupRequest:
-        index = prompt.index
+    def _create_request(self, index: int, partial: Group, on_over: Callable[[GroupRequest], None]) -> GroupRequest:
         self._resident.pop(index, None)
         if partial:
             sample = partial[0]
@@ -314,6 +328,7 @@ class SimulatedFleet:
             done=done,
             targets=targets,
             fails_after=self._draw(*key, 1) if fails else math.inf,
+            on_over=on_over,
         )
 
     def _draw(self, *key: int) -> float:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import trio
 import trio.testing
 
-from integration.simulate.engine import SimulatedFleet
+from integration.simulate.engine import GroupRequest, SimulatedFleet
 from integration.simulate.lengths import ResponseLengths
 from integration.simulate.report import Recorder, Report
 from integration.simulate.settings import LengthSection, Simulation
@@ -20,7 +21,8 @@ from rollouts.async_rl_loop import run_async_rl_training
 from rollouts.asynchronous.executor import create_workflow_executor
 from rollouts.config import RLTrainingConfig, RolloutConfig
 from rollouts.data.prompts import DataBuffer
-from rollouts.errors import raise_single_errors
+from rollouts.errors import EngineError, raise_single_errors
+from rollouts.generation.contract import OnEnd
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.rl_loop import run_rl_training
 from rollouts.types import Group, Prompt
@@ -46,8 +48,11 @@ def bound_throughput(simulation: Simulation) -> float:
     return samples / (max(generate_s, train_s) + engine.sync_s / trainer.sync_every)
 
 
-async def run_simulation(simulation: Simulation) -> Report:
+async def run_simulation(simulation: Simulation, *, by_tasks: bool = False) -> Report:
     """Simulate a run. Call it under trio's MockClock(autojump_threshold=0).
+
+    Args:
+        by_tasks: generate each group of the asynchronous loop in a task of its own, as engines do; equal figures, at a higher cost.
 
     Raises: ConfigError for contradictory settings; errors of the executor and the loops.
     """
@@ -55,11 +60,12 @@ async def run_simulation(simulation: Simulation) -> Report:
     lengths = ResponseLengths(simulation.length, trainer.samples_per_prompt, simulation.seed)
     fleet = SimulatedFleet(engine, lengths, simulation.seed, simulation.refused_fraction)
     backend = SimulatedBackend(trainer)
+    group_fn = GroupFn(fleet, continues=engine.keep_partial)
     buffer = DataBuffer(["simulated"] * _NUM_PROMPTS, seed=simulation.seed)
     rollout = RolloutConfig(
         batch_size=simulation.batch_size,
         over_sampling_factor=simulation.over_sampling_factor,
-        generate_fn=create_group_fn(fleet, continues=engine.keep_partial),
+        generate_fn=group_fn.__call__ if by_tasks else group_fn,
         filter_fn=has_reward if simulation.refused_fraction else None,
         segment_log_probs=simulation.asynchronous.segment_wise,
     )
@@ -108,16 +114,29 @@ def create_report(simulation: Simulation, recorder: Recorder, fleet: SimulatedFl
     )
 
 
-def create_group_fn(fleet: SimulatedFleet, *, continues: bool) -> Callable[..., Any]:
-    """Return a generate_fn over the fleet. continues: it resumes interrupted groups."""
+@dataclass(frozen=True)
+class GroupFn:
+    """Generate function over the fleet, which needs no task for a group."""
 
-    async def generate(prompt: Prompt, n: int) -> Group:
-        return await fleet.generate_group(prompt)
+    fleet: SimulatedFleet
+    continues: bool  # whether interrupted groups are resumed
 
-    async def go_on(prompt: Prompt, n: int, partial: Group) -> Group:
-        return await fleet.generate_group(prompt, partial)
+    async def __call__(self, prompt: Prompt, n: int, partial: Group) -> Group:
+        """Return the group of a prompt."""
+        return await self.fleet.generate_group(prompt, partial if self.continues else ())
 
-    return go_on if continues else generate
+    def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:
+        """Begin the group of a prompt; give it to on_end."""
+
+        def end(request: GroupRequest) -> None:
+            try:
+                group = self.fleet.take_group(request)
+            except EngineError as error:
+                on_end(error)
+            else:
+                on_end(group)
+
+        self.fleet.submit(prompt, partial if self.continues else (), end)
 
 
 def has_reward(group: Group) -> bool:
@@ -136,10 +155,10 @@ def collect_rarely() -> Generator[None]:
         gc.set_threshold(*before)
 
 
-def simulate(simulation: Simulation) -> Report:
-    """Simulate a run."""
+def simulate(simulation: Simulation, *, by_tasks: bool = False) -> Report:
+    """Simulate a run; by_tasks: as for run_simulation."""
     with collect_rarely():
-        return trio.run(partial(run_simulation, simulation), clock=trio.testing.MockClock(autojump_threshold=0))
+        return trio.run(partial(run_simulation, simulation, by_tasks=by_tasks), clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def describe_simulation(simulation: Simulation) -> str:

@@ -70,15 +70,25 @@ class RolloutStore:
 
     # -- how rollouts start and end
 
+    def may_start(self) -> bool:
+        """Whether a rollout may start, now or when its delay has passed."""
+        return bool(self.state.delayed) or self._count_room() > 0
+
+    def _count_room(self) -> int:
+        """Return the number of rollouts that may start now."""
+        parts, rules, state = self.parts, self.parts.rules, self.state
+        is_blocked = rules.asynchronous.when_queue_full == "wait" and parts.queue.full()
+        if state.failures or state.interrupted or is_blocked:
+            return 0
+        room = parts.manager.get_usable_capacity(state.version)
+        return max(0, min(room, state.num_wanted - len(state.running) - self.num_finished)) if rules.on_demand else room
+
     def start_rollouts(self) -> tuple[int, ...]:
         """Start all rollouts that may start now; return their indices."""
         parts, rules, now = self.parts, self.parts.rules, self._clock()
-        is_blocked = rules.asynchronous.when_queue_full == "wait" and parts.queue.full()
-        if self.state.failures or self.state.interrupted or is_blocked:
+        room = self._count_room()
+        if room <= 0:
             return ()
-        room = parts.manager.get_usable_capacity(self.state.version)
-        if rules.on_demand:
-            room = max(0, min(room, self.state.num_wanted - len(self.state.running) - self.num_finished))
         state, started = transitions.start(rules, self.state, room, now)
         if state is not self.state:
             self.set(state)

@@ -1,4 +1,7 @@
-"""Tasks of rollouts, in the nursery of a block: one each, from its start to its end, its deadline or an interruption."""
+"""Tasks of rollouts, in the nursery of a block: one each, from its start to its end, its deadline or an interruption.
+
+A rollout of a generate function with `begin_group` has a task only if it fails or is to be scored.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import trio
 
@@ -27,7 +31,15 @@ from rollouts.errors import (
     raise_single_errors,
     reduce_alike,
 )
-from rollouts.generation.contract import PendingGroup, bind_generate_fn, collect_requests, is_finished, note_prompt, score_generated_group
+from rollouts.generation.contract import (
+    PendingGroup,
+    bind_begin,
+    bind_generate_fn,
+    collect_requests,
+    is_finished,
+    note_prompt,
+    score_generated_group,
+)
 from rollouts.generation.single_turn import make_request_id
 from rollouts.types import Group, Status, change
 
@@ -40,8 +52,8 @@ class RolloutTask:
     """Handles of a running rollout."""
 
     request_ids: set[str]  # ids of its requests, in addition to those of its samples
-    scope: trio.CancelScope
     generated: trio.Event  # set when its generation is over
+    scope: trio.CancelScope | None  # None = it generates without a task
 
 
 class RolloutTasks:
@@ -65,6 +77,10 @@ class RolloutTasks:
             num_baseline=parts.config.n_baseline_samples,
             thread_limiter=trio.CapacityLimiter(max(1, parts.manager.limits.max_concurrent)),
         )
+        config = parts.config
+        self._begin = bind_begin(config.generate_fn, config.n_samples_per_prompt, num_baseline=config.n_baseline_samples)
+        is_segment_wise = config.segment_log_probs or parts.rules.asynchronous.segment_wise
+        self._is_scored_at_once = config.reward_fn is None and config.filter_fn is None and not is_segment_wise
         self._probe = _EngineProbe(parts.engines)
         self._tasks: dict[int, RolloutTask] = {}  # by index of the prompt
         self._nursery: trio.Nursery | None = None  # None = the block is not open
@@ -134,53 +150,87 @@ class RolloutTasks:
     def _start(self, index: int) -> None:
         assert self._nursery is not None, "rollouts start in the block only"
         with collect_requests() as request_ids:  # the task begins with a copy of the context
-            task = self._tasks[index] = RolloutTask(request_ids, trio.CancelScope(), trio.Event())
-            self._nursery.start_soon(self._run, index, task)
+            if self._begin is None:
+                task = self._start_task(index, request_ids, trio.Event())
+            else:
+                task = self._tasks[index] = RolloutTask(request_ids, trio.Event(), None)
+                self._begin(self._store.state.running[index].pending, partial(self._end_generation, index, task))
         if self._store.parts.rules.asynchronous.rollout_timeout_s is not None:
             self._nursery.start_soon(self._watch, index, task, self._store.parts.rules.asynchronous.rollout_timeout_s)
 
+    def _start_task(self, index: int, request_ids: set[str], generated: trio.Event, result: Group | Exception | None = None) -> RolloutTask:
+        assert self._nursery is not None, "rollouts run in the block only"
+        scope = trio.CancelScope()
+        task = self._tasks[index] = RolloutTask(request_ids, generated, scope)
+        self._nursery.start_soon(self._run, index, task, scope, result)
+        return task
+
     # -- one rollout
 
-    async def _run(self, index: int, task: RolloutTask) -> None:
+    def _end_generation(self, index: int, task: RolloutTask, result: Group | Exception) -> None:
+        """End a rollout without a task, or start one that scores it or asks which engines answer."""
+        if self._tasks.get(index) is not task:  # it was cut, or the block has ended
+            return
+        if not isinstance(result, Exception) and not is_finished(result):
+            self._finish(index, task, self._take_unfinished(index, result))
+        elif self._is_scored_at_once and not isinstance(result, Exception) and not any(s.status is Status.FAILED for s in result):
+            self._finish(index, task, Scored(result, passes=True, before=self._store.state.running[index].pending.samples))
+        else:
+            self._start_task(index, task.request_ids, task.generated, result)
+
+    async def _run(self, index: int, task: RolloutTask, scope: trio.CancelScope, result: Group | Exception | None) -> None:
+        """Run a rollout to its end. result: what was generated without a task; None = it is still to be generated."""
         outcome: Stopped | Failed | Scored | None = None
         try:
-            with task.scope:
+            with scope:
                 try:
-                    outcome = await self._generate_and_score(index, task)
+                    outcome = await self._generate_and_score(index, task, result)
                 except Exception as error:  # raised by users' functions; the transitions decide about it
                     outcome = self.set_error(index, reduce_alike(error))
-                    if outcome.may_be_outage and not self._store.state.running[index].scoring and not task.scope.cancel_called:
+                    if outcome.may_be_outage and not self._store.state.running[index].scoring and not scope.cancel_called:
                         outcome = await self._probe.complete(outcome)
                 if self._store.state.edited:
                     await self._wait_for_edit(index)
         except Exception as error:  # raised in a nursery of the user while it was cancelled, so that it left the block beside Cancelled
             outcome = self.set_error(index, reduce_alike(error))
-        if outcome is None or (task.scope.cancelled_caught and not isinstance(outcome, Failed)):
+        if outcome is None or (scope.cancelled_caught and not isinstance(outcome, Failed)):
             outcome = Stopped(cancelled=True)
         if self._store.state.edited:
             await self._wait_for_edit(index)
+        self._finish(index, task, outcome)
+
+    def _finish(self, index: int, task: RolloutTask, outcome: Stopped | Failed | Scored) -> None:
         del self._tasks[index]
         self._store.end(index, outcome)
         task.generated.set()
-        self.wake()
+        if self._store.may_start():
+            self.wake()
         self._on_change()
 
     async def _wait_for_edit(self, index: int) -> None:
         while index in self._store.state.edited:
             await self._edited.park()
 
-    async def _generate_and_score(self, index: int, task: RolloutTask) -> Stopped | Scored:
+    def _take_unfinished(self, index: int, group: Group) -> Stopped:
+        """Keep the samples of a rollout that stopped before its end."""
+        store, run = self._store, self._store.state.running[index]
+        store.set(transitions.update_run(store.state, index, change(run, pending=PendingGroup(run.pending.prompt, group))))
+        was_told = run.timed_out or run.outdated or store.state.interrupted
+        return Stopped(unchanged=group == run.pending.samples and not was_told)
+
+    async def _generate_and_score(self, index: int, task: RolloutTask, result: Group | Exception | None) -> Stopped | Scored:
         store, config = self._store, self._store.parts.config
         pending = store.state.running[index].pending
         with note_prompt(pending.prompt):
-            group = pending.samples
+            if isinstance(result, Exception):
+                raise result
+            group = pending.samples if result is None else result
             if not group or not is_finished(group):
                 group = await self._generate(pending)
-            run = change(store.state.running[index], pending=PendingGroup(pending.prompt, group), scoring=is_finished(group))
+                if not is_finished(group):
+                    return self._take_unfinished(index, group)
+            run = change(store.state.running[index], pending=PendingGroup(pending.prompt, group), scoring=True)
             store.set(transitions.update_run(store.state, index, run))
-            if not run.scoring:
-                was_told = run.timed_out or run.outdated or store.state.interrupted
-                return Stopped(unchanged=group == pending.samples and not was_told)
             task.generated.set()
             self._check_versions(group)
             if config.segment_log_probs:
@@ -222,8 +272,8 @@ class RolloutTasks:
                     for task in generating.values():
                         await task.generated.wait()
         generating = self._find_generating()
-        for index, task in generating.items():
-            self._cut(index, task)
+        for index in generating:
+            self._cut(index)
         for task in generating.values():
             await task.generated.wait()
 
@@ -239,7 +289,7 @@ class RolloutTasks:
         for index in transitions.find_outdated(self._store.parts.rules, self._store.state):
             run, task = self._store.state.running[index], self._tasks[index]
             self._store.set(transitions.update_run(self._store.state, index, change(run, outdated=True)))
-            if run.scoring:
+            if run.scoring and task.scope is not None:
                 task.scope.cancel()
             else:
                 self._nursery.start_soon(self._stop, index, task)
@@ -266,15 +316,19 @@ class RolloutTasks:
                 with trio.move_on_after(_ABORT_AGAIN_S):
                     await task.generated.wait()
         if not task.generated.is_set():
-            self._cut(index, task)
+            self._cut(index)
 
     def _find_generating(self) -> dict[int, RolloutTask]:
         return {index: task for index, task in self._tasks.items() if not task.generated.is_set()}
 
-    def _cut(self, index: int, task: RolloutTask) -> None:
-        task.scope.cancel()
+    def _cut(self, index: int) -> None:
         warning = describe_cut(index, self._store.parts.config.grace_s, has_engines=bool(self._store.parts.engines))
         self._store.set(transitions.cut(self._store.state, index, warning))
+        task = self._tasks[index]
+        if task.scope is None:
+            self._finish(index, task, Stopped(cancelled=True))
+        else:
+            task.scope.cancel()
 
     async def _abort_engines(self, request_ids: Iterable[str] | None = None) -> None:
         async def abort(engine: InferenceEngine) -> None:

@@ -10,6 +10,13 @@ in these.
 
 It may be an `async def`, a plain function (which runs in a thread) or any object with __call__. It returns the n samples of the prompt's
 rollout; group_index and index are set by the caller. A group with an ABORTED or PENDING sample is unfinished.
+
+An object may also have a method that needs no task of its own for each group, which the executor then calls instead:
+
+    begin_group(prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None
+
+It returns at once. on_end(result) is to be called once, in trio's thread, with the group, finished or not, or with an exception instead of
+it; soon after the engine of an unfinished group was told to abort it.
 """
 
 from __future__ import annotations
@@ -34,6 +41,9 @@ from rollouts.user_code import is_passed_on
 
 GenerateFn: TypeAlias = Callable[..., Any]
 """See the module's docstring; its optional third parameter cannot be written as one type."""
+
+OnEnd: TypeAlias = Callable[["Group | Exception"], None]
+"""f(result of a generate function, or its error)."""
 
 UNFINISHED = frozenset({Status.PENDING, Status.ABORTED})
 
@@ -131,6 +141,34 @@ def bind_generate_fn(
         return check_generated_group(result, pending.prompt, num_samples, function_name, num_baseline=num_baseline)
 
     return generate
+
+
+def bind_begin(generate_fn: GenerateFn | None, num_samples: int, *, num_baseline: int = 0) -> Callable[[PendingGroup, OnEnd], None] | None:
+    """Turn a user's `begin_group` into f(pending, on_end), whose on_end gets a checked Group or an error; None if there is none.
+
+    Args: as bind_generate_fn.
+    """
+    begin: Callable[[Prompt, int, Group, OnEnd], None] | None = getattr(generate_fn, "begin_group", None)
+    if generate_fn is None or begin is None:
+        return None
+    function_name = describe_function(generate_fn)
+
+    def begin_checked(pending: PendingGroup, on_end: OnEnd) -> None:
+        def end(result: Group | Exception) -> None:
+            if not isinstance(result, Exception):
+                try:
+                    result = check_generated_group(result, pending.prompt, num_samples, function_name, num_baseline=num_baseline)
+                except GenerationError as error:
+                    result = error
+            on_end(result)
+
+        try:
+            begin(pending.prompt, num_samples, pending.samples, end)
+        except Exception as error:  # from a user's function; the caller decides about it
+            error.add_note(f"raised by begin_group() of {function_name}")
+            on_end(error)
+
+    return begin_checked
 
 
 def check_generated_group(

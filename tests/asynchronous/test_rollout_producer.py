@@ -1,7 +1,10 @@
-"""Wake-ups of and by the producer of rollouts. Its starts and stops are tested in test_async_rollouts.py."""
+"""Wake-ups of and by the producer of rollouts, and rollouts without a task. Starts and stops are tested in test_async_rollouts.py."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import trio
 import trio.testing
 from executors import make_executor
@@ -9,6 +12,7 @@ from samples import make_group
 
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.errors import GenerationError
+from rollouts.generation.contract import OnEnd
 from rollouts.types import Group, Prompt, Status
 
 Clock = trio.testing.MockClock
@@ -48,3 +52,107 @@ async def test_who_waits_is_told_at_once_when_a_prompt_is_given_up_that_was_to_s
         (group,) = await executor.wait(1, timeout_s=500)
         assert group[0].group_index == 1, "prompt 0 was given up: what it had was two versions behind"
         assert trio.current_time() == 100
+
+
+class Begun:
+    """A generate function that the test tells what to return, through `begin_group`."""
+
+    def __init__(self) -> None:
+        self.on_end: dict[int, OnEnd] = {}
+        self.partials: list[tuple[int, Group]] = []
+        self.aborts: list[Any] = []
+
+    async def __call__(self, prompt: Prompt, n: int, partial: Group) -> Group:
+        raise AssertionError("the executor calls begin_group() instead")
+
+    def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:
+        self.on_end[prompt.index] = on_end
+        self.partials.append((prompt.index, partial))
+
+    def end(self, index: int, status: Status = Status.COMPLETED, **fields: Any) -> None:
+        self.on_end.pop(index)(make_group(0, fields.pop("size", 1), status=status, **{"weight_versions": (-1, 0), **fields}))
+
+    async def abort(self, request_ids: Any = None) -> None:
+        self.aborts.append(request_ids)
+
+
+def accept(group: Group) -> bool:
+    return True
+
+
+async def reward_fn(sample: Any) -> float:
+    await trio.sleep(3)
+    return float(sample.group_index)
+
+
+@pytest.mark.parametrize(("more", "seconds"), [({}, 0), ({"reward_fn": reward_fn}, 3), ({"filter_fn": accept}, 0)])
+async def test_a_group_that_is_begun_without_a_task_is_scored_and_handed_out(
+    autojump_clock: Clock, more: dict[str, Any], seconds: int
+) -> None:
+    begun = Begun()
+    async with make_executor(begun, AsyncConfig(max_staleness=1), batch_size=1, **more) as executor:
+        await trio.sleep(1)
+        begun.end(1)
+        (group,) = await executor.wait(1)
+        assert (group[0].group_index, group[0].index) == (1, 1)
+        assert group[0].reward == (1.0 if "reward_fn" in more else None)
+        assert trio.current_time() == 1 + seconds
+        begun.end(0)
+        await executor.interrupt()
+        assert len(executor.resident_samples) == 1, "the other one is finished, or being scored"
+
+
+async def test_an_interrupted_group_without_a_task_goes_on_from_its_tokens(autojump_clock: Clock) -> None:
+    begun = Begun()
+    async with make_executor(begun, AsyncConfig(max_staleness=1), batch_size=1) as executor:
+        await trio.sleep(1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(executor.interrupt)
+            await trio.sleep(0.5)
+            begun.end(0, Status.ABORTED)
+            begun.end(1, Status.ABORTED, tokens=(3,), loss_mask=(0.0,), weight_versions=(-1,))
+        executor.resume()
+        await trio.sleep(1)
+        assert [(index, len(partial)) for index, partial in begun.partials] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+        begun.end(0)
+        begun.end(1)
+        assert [group[0].group_index for group in await executor.wait(2)] == [0, 1]
+
+
+async def test_a_group_without_a_task_that_does_not_end_is_cut_and_its_late_result_is_ignored(autojump_clock: Clock) -> None:
+    begun = Begun()
+    async with make_executor(begun, AsyncConfig(max_staleness=1), batch_size=1) as executor:
+        await trio.sleep(1)
+        late = begun.on_end[0]
+        await executor.interrupt()
+        assert trio.current_time() == 1 + 1.0, "grace_s"
+        assert executor.get_stats().enqueued == 2
+        executor.resume()
+        await trio.sleep(1)
+        late(make_group(0, 1, weight_versions=(-1, 0)))
+        assert executor.get_stats().accepted == 0
+        begun.end(0)
+        begun.end(1)
+        batch = await executor.generate_batch()
+        assert batch.metadata["num_groups_cut"] == 2
+    late(make_group(0, 1, weight_versions=(-1, 0)))
+    assert executor.get_stats().accepted == 2
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(GenerationError("no luck"), "no luck"), (make_group(0, 3), "returned 3 samples for prompt 0, expected n = 1"), (None, "broken")],
+)
+async def test_errors_of_groups_without_a_task_are_tried_again_as_others_are(autojump_clock: Clock, result: Any, message: str) -> None:
+    class Broken(Begun):
+        def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:
+            super().begin_group(prompt, n, partial, on_end)
+            if result is None:
+                raise ValueError("broken")
+            on_end(result)
+
+    broken = Broken()
+    async with make_executor(broken, AsyncConfig(max_attempts=2, max_concurrent_rollouts=1), batch_size=1) as executor:
+        with pytest.raises(GenerationError, match=rf"(?s)prompt 0 failed in 2 attempts.*{message}"):
+            await executor.wait(1)
+    assert [index for index, _ in broken.partials] == [0, 0]

@@ -269,9 +269,32 @@ def test_the_same_settings_give_the_same_figures(more: dict[str, Any]):
     assert first == second
 
 
+LOGNORMAL = {"distribution": "lognormal", "mean_tokens": 500.0, "sigma": 1.2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"length": {}},
+        {"asynchronous": {"max_staleness": 0}},
+        {"asynchronous": {"max_staleness": 3, "order": "submitted"}, "trainer": {"sync_every": 2, "score_rate": 1000.0}},
+        {"asynchronous": {"max_staleness": 2, "in_flight": "interrupt"}, "length": {}},
+        {"asynchronous": {"max_staleness": 2, "enable_segment_wise_ppo": True}, "trainer": {"train_s": 0.0, "score_rate": 1000.0}},
+        {"asynchronous": {"max_staleness": 2, "max_concurrent_rollouts": 3, "queue_size": 8, "when_queue_full": "wait"}},
+        {"engine": {"failure_rate": 0.1, "engines": 4, "keep_partial": False}, "asynchronous": {"on_failure": "drop", "on_stale": "drop"}},
+        {"engine": {"failure_rate": 0.05}, "asynchronous": {"retry_delay_s": 1.5, "max_attempts": 9, "rollout_timeout_s": 90.0}},
+        {"refused_fraction": 0.2, "engine": {"kv_cache": "keep"}, "length": {"distribution": "pareto", "mean_tokens": 300.0}},
+    ],
+)
+def test_groups_without_tasks_have_the_figures_of_groups_with_tasks(settings: dict[str, Any]):
+    simulation = create_simulation(**{"length": LOGNORMAL, "hours": 0.12, **settings})
+    one, other = simulate(simulation), simulate(simulation, by_tasks=True)
+    assert one.num_steps > 1
+    assert (repr(one), one.moments, one.steps) == (repr(other), other.moments, other.steps)
+
+
 def print_figures() -> None:
     """Print all that is known of runs in which many things happen at one moment: aborts, failures, weight syncs, moments recorded."""
-    lognormal = {"distribution": "lognormal", "mean_tokens": 500.0, "sigma": 1.2}
     modes: list[dict[str, Any]] = [
         {"asynchronous": {"in_flight": in_flight, "max_staleness": staleness}, "engine": {"keep_partial": keep, "engines": 4}}
         for keep in (False, True)
@@ -279,7 +302,7 @@ def print_figures() -> None:
     ]
     failing = {"asynchronous": {"on_failure": "drop"}, "engine": {"failure_rate": 0.1, "keep_partial": False}, "refused_fraction": 0.2}
     for mode in (*modes, failing, {"synchronous": True, "over_sampling_factor": 1.5, "engine": {"keep_partial": False}}):
-        for length in (lognormal, {}):
+        for length in (LOGNORMAL, {}):
             report = simulate(create_simulation(**{"hours": 0.1, "length": length, **mode}))
             print((report, report.moments, report.steps))
     many_aborts = Simulation(  # several at one moment, whose order once decided the last digits
