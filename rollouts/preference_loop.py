@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -19,34 +18,29 @@ from rollouts.algorithms.preference_objectives import PreferenceObjective
 from rollouts.algorithms.preferences import pair_mean, sequence_log_probs, split_pairs
 from rollouts.backends.protocol import TrainingBackend, count_shards, find_limits
 from rollouts.batches import select_rows
-from rollouts.checks import require_flag
 from rollouts.config import PreferenceTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import BackendError, ConfigError, DataError
-from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.best import BestCheckpoint
+from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_batch import select_log_probs
-from rollouts.training.run_state import RunInputs, RunState
+from rollouts.training.run_state import RunInputs
 from rollouts.training.steps import (
     Abandonment,
     EvaluateFn,
     Metrics,
     PendingOptimizerStep,
-    is_checkpoint_due,
-    is_due,
-    measure_throughput,
-    note_checkpoint,
-    open_checkpoints,
     plan_backend_microbatches,
     submit_forward,
 )
-from rollouts.training.summaries import Signs, look
+from rollouts.training.summaries import Stage, look
 from rollouts.types import Sample, TokenOutputs, TrainBatch
 
-STAGE = "dpo"
+STAGE: Stage = "dpo"
 _SCORED_AT_ONCE = 256  # pairs or answers in one [rows, tokens] tensor
 
 PreferenceRow: TypeAlias = PreferencePair | Sample
@@ -194,51 +188,24 @@ async def train_preferences(
         checkpoint), and the errors of the backend's futures.
     """
     check_preferences(parts, rows, heldout, objective, config)
-    history, signs = deque[Metrics](maxlen=config.history_steps), Signs()
-    best, directory, abandonment = parts.best, parts.checkpoint_dir, parts.abandonment or Abandonment()
-    async with open_checkpoints(parts.backend, directory, parts.keep_last_n) as checkpoints:
-        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
-            if best is not None and best.has_ended:
-                break
-            if checkpoints is not None:
-                checkpoints.check()  # a run that cannot be saved ends soon
-            started, finished, stopping = parts.clock(), step + 1, False
-            if unfinished is None:
-                async with note_checkpoint(finished, checkpoints):
-                    metrics = await _train_step(parts, rows, objective, config, step)
-                signs, found = look(signs, metrics, stage=STAGE)
-                for text in found:
-                    logging.getLogger(__name__).warning("%s", text)
-                stopping = require_flag(parts.should_stop(), "should_stop")
-                num_tokens = int(metrics.pop("row_tokens"))
-                metrics["step_s"] = parts.clock() - started
-                measure_throughput(metrics, num_tokens)
-            else:
-                metrics, unfinished = dict(unfinished), None
-            guarded = None
-            if (heldout or parts.evaluate is not None) and is_due(finished, config.eval_every, config.num_steps):
-                trained = parts.clock()
-                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
-                    metrics.update(await measure_preferences(parts, heldout, objective, config))
-                    metrics["evaluate_s"] = parts.clock() - trained
-                    stopping = add_to(best, metrics, finished) or stopping
-            history.append(metrics)
-            gives_up = guarded is not None and guarded.is_abandoned
-            is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
-            if parts.metrics_logger is not None and is_line and not gives_up:
-                parts.metrics_logger.log(metrics, finished)
-            stopping = stopping or gives_up
-            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                offset = log_offset(parts.metrics_logger)
-                state = RunState(
-                    stage=STAGE, step=finished, metrics_bytes=offset, num_rows=len(rows), best=state_of(best), inputs=parts.inputs
-                )
-                state = replace(state, metrics=metrics) if gives_up else state
-                await checkpoints.save(state, metrics, protected=protect(best, directory))
-            if stopping:
-                break
-    return list(history)
+    run = SupervisedRun(
+        backend=parts.backend,
+        config=config,
+        stage=STAGE,
+        train_step=partial(_train_step, parts, rows, objective, config),
+        look=partial(look, stage=STAGE),
+        evaluate=partial(measure_preferences, parts, heldout, objective, config) if heldout or parts.evaluate is not None else None,
+        num_rows=len(rows),
+        metrics_logger=parts.metrics_logger,
+        checkpoint_dir=parts.checkpoint_dir,
+        keep_last_n=parts.keep_last_n,
+        should_stop=parts.should_stop,
+        clock=parts.clock,
+        best=parts.best,
+        inputs=parts.inputs,
+        abandonment=parts.abandonment,
+    )
+    return await run_supervised(run, start_step=start_step, unfinished=unfinished)
 
 
 async def measure_preferences(
@@ -252,8 +219,8 @@ async def measure_preferences(
 
 async def _train_step(
     parts: PreferenceParts, rows: Sequence[PreferenceRow], objective: PreferenceObjective, config: PreferenceTrainingConfig, step: int
-) -> Metrics:
-    """Train on the rows of one step, a pure function of the step, so a resumed run sees the same data."""
+) -> tuple[Metrics, int]:
+    """Train on the rows of a step, 0-based. Returns its metrics and the number of tokens of its rows."""
     positions = stream_positions(len(rows), start=step * config.batch_size, count=config.batch_size, seed=config.seed)
     limit, backend = config.max_tokens_per_microbatch, parts.backend
     batch = await prepare_preferences(parts, [rows[position] for position in positions], objective, limit)
@@ -266,7 +233,7 @@ async def _train_step(
         parts=tuple(backend.forward_backward(part, objective.loss) for part in micro), update=backend.optim_step()
     )
     counted = {"num_pairs" if objective.compares_pairs else "num_answers": float(config.batch_size)}
-    return {**await pending.result(), **counted, "row_tokens": float(batch.lengths.sum())}
+    return {**await pending.result(), **counted}, int(batch.lengths.sum())
 
 
 def check_preferences(

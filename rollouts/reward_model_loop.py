@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,24 +13,19 @@ from torch import Tensor
 
 from rollouts.algorithms.preferences import bradley_terry_loss, last_scores, pair_mean, score_loss, split_pairs
 from rollouts.backends.protocol import TrainingBackend, count_shards, find_limits, find_outputs
-from rollouts.checks import require_flag
 from rollouts.config import RewardModelTrainingConfig
 from rollouts.data.model_limits import check_samples
 from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import ConfigError, DataError
-from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.metrics import MetricsLogger, log_offset
-from rollouts.training.run_state import RunInputs, RunState
+from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.best import BestCheckpoint
+from rollouts.training.metrics import MetricsLogger
+from rollouts.training.run_state import RunInputs
 from rollouts.training.steps import (
     Abandonment,
     Metrics,
     PendingOptimizerStep,
-    is_checkpoint_due,
-    is_due,
-    measure_throughput,
-    note_checkpoint,
-    open_checkpoints,
     submit_forward,
 )
 from rollouts.types import TokenOutputs, TrainBatch
@@ -126,43 +120,23 @@ async def train_reward_model(
         backend's futures.
     """
     _check(backend, pairs, heldout)
-    history, abandonment = deque[Metrics](maxlen=config.history_steps), abandonment or Abandonment()
-    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
-        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
-            if best is not None and best.has_ended:
-                break
-            if checkpoints is not None:
-                checkpoints.check()  # a run that cannot be saved ends soon
-            started, finished, stopping = clock(), step + 1, False
-            if unfinished is None:
-                async with note_checkpoint(finished, checkpoints):
-                    metrics, num_tokens = await _train_step(backend, pairs, config, step, pad_id)
-                stopping = require_flag(should_stop(), "should_stop")
-                metrics["step_s"] = clock() - started
-                measure_throughput(metrics, num_tokens)
-            else:
-                metrics, unfinished = dict(unfinished), None
-            guarded = None
-            if heldout and is_due(finished, config.eval_every, config.num_steps):
-                limit, trained = config.max_tokens_per_microbatch, clock()
-                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
-                    metrics.update(await evaluate_reward_model(backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit))
-                    metrics["evaluate_s"] = clock() - trained
-                    stopping = add_to(best, metrics, finished) or stopping
-            history.append(metrics)
-            gives_up = guarded is not None and guarded.is_abandoned
-            is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
-            if metrics_logger is not None and is_line and not gives_up:
-                metrics_logger.log(metrics, finished)
-            stopping = stopping or gives_up
-            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                state = RunState(stage=STAGE, step=finished, metrics_bytes=log_offset(metrics_logger), best=state_of(best), inputs=inputs)
-                state = replace(state, metrics=metrics) if gives_up else state
-                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
-            if stopping:
-                break
-    return list(history)
+    limit = config.max_tokens_per_microbatch
+    run = SupervisedRun(
+        backend=backend,
+        config=config,
+        stage=STAGE,
+        train_step=partial(_train_step, backend, pairs, config, pad_id),
+        evaluate=partial(evaluate_reward_model, backend, heldout, pad_id=pad_id, max_tokens_per_microbatch=limit) if heldout else None,
+        metrics_logger=metrics_logger,
+        checkpoint_dir=checkpoint_dir,
+        keep_last_n=keep_last_n,
+        should_stop=should_stop,
+        clock=clock,
+        best=best,
+        inputs=inputs,
+        abandonment=abandonment,
+    )
+    return await run_supervised(run, start_step=start_step, unfinished=unfinished)
 
 
 def _check(backend: TrainingBackend, pairs: Sequence[PreferencePair], heldout: Sequence[PreferencePair]) -> None:
@@ -176,7 +150,7 @@ def _check(backend: TrainingBackend, pairs: Sequence[PreferencePair], heldout: S
 
 
 async def _train_step(
-    backend: TrainingBackend, pairs: Sequence[PreferencePair], config: RewardModelTrainingConfig, step: int, pad_id: int
+    backend: TrainingBackend, pairs: Sequence[PreferencePair], config: RewardModelTrainingConfig, pad_id: int, step: int
 ) -> tuple[Metrics, int]:
     """Train on the pairs of a step, 0-based. Returns its metrics and the number of tokens of its rows."""
     batch = collate_pairs(select_pairs(pairs, step, config.batch_size, config.seed), pad_id)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,33 +14,29 @@ import torch
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.protocol import TrainingBackend, find_limits
-from rollouts.checks import require_flag
 from rollouts.config import SFTTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.model_limits import check_samples
 from rollouts.data.prompts import stream_positions
 from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
-from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.best import BestCheckpoint
+from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_batch import select_log_probs
-from rollouts.training.run_state import RunInputs, RunState
+from rollouts.training.run_state import RunInputs
 from rollouts.training.steps import (
     Abandonment,
     EvaluateFn,
     Metrics,
-    is_checkpoint_due,
-    is_due,
-    measure_throughput,
-    note_checkpoint,
-    open_checkpoints,
     require_balance,
     submit_forward,
     submit_optimizer_step,
 )
-from rollouts.training.summaries import Signs, look
+from rollouts.training.summaries import Stage, look
 from rollouts.types import Sample
 
+STAGE: Stage = "sft"
 _EVALUATED_AT_ONCE = 256  # held-out samples in one [rows, tokens] tensor
 
 
@@ -136,54 +131,32 @@ async def run_sft_training(
         unfinished: metrics of step start_step, whose evaluation was given up (RunState.metrics); it is made first. None = it was not.
 
     Returns: one dict per step from start_step on, or of the last config.history_steps ones.
-    Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (backend cannot checkpoint, or not
-            balance experts), and the errors
-        of the backend's futures.
+    Raises: DataError (nothing to train on, a sample outside the model's limits), ConfigError (the backend cannot checkpoint, or cannot
+        balance experts), and the errors of the backend's futures.
     """
     _check(backend, samples, config)
-    history, signs, abandonment = deque[Metrics](maxlen=config.history_steps), Signs(), abandonment or Abandonment()
-    async with open_checkpoints(backend, checkpoint_dir, keep_last_n) as checkpoints:
-        for step in range(start_step if unfinished is None else start_step - 1, config.num_steps):
-            if best is not None and best.has_ended:
-                break
-            if checkpoints is not None:
-                checkpoints.check()  # a run that cannot be saved ends soon
-            started, finished, stopping = clock(), step + 1, False
-            if unfinished is None:
-                async with note_checkpoint(finished, checkpoints):
-                    metrics, num_tokens = await _train_step(backend, samples, config, step, pad_id)
-                signs, found = look(signs, metrics, stage="sft")
-                _warn(found)
-                stopping = require_flag(should_stop(), "should_stop")
-                metrics["step_s"] = clock() - started
-                measure_throughput(metrics, num_tokens)
-            else:
-                metrics, unfinished = dict(unfinished), None
-            guarded = None
-            if evaluate is not None and is_due(finished, config.eval_every, config.num_steps):
-                trained = clock()
-                with abandonment.guard(f"the evaluation of step {finished}") as guarded:
-                    metrics.update(await evaluate())
-                    metrics["evaluate_s"] = clock() - trained
-                    stopping = add_to(best, metrics, finished) or stopping
-            history.append(metrics)
-            gives_up = guarded is not None and guarded.is_abandoned
-            is_line = stopping or "evaluate_s" in metrics or is_due(finished, config.log_every, config.num_steps)
-            if metrics_logger is not None and is_line and not gives_up:
-                metrics_logger.log(metrics, finished)
-            stopping = stopping or gives_up
-            due = is_checkpoint_due(finished, config.checkpoint_every, config.num_steps, metrics, stopping=stopping)
-            if checkpoints is not None and (due or (best is not None and best.is_best(finished))):
-                state = _describe_run(finished, len(samples), metrics_logger, best, inputs)
-                state = replace(state, metrics=metrics) if gives_up else state
-                await checkpoints.save(state, metrics, protected=protect(best, checkpoint_dir))
-            if stopping:
-                break
-    return list(history)
+    run = SupervisedRun(
+        backend=backend,
+        config=config,
+        stage=STAGE,
+        train_step=partial(_train_step, backend, samples, config, pad_id),
+        look=partial(look, stage=STAGE),
+        evaluate=evaluate,
+        num_rows=len(samples),
+        metrics_logger=metrics_logger,
+        checkpoint_dir=checkpoint_dir,
+        keep_last_n=keep_last_n,
+        should_stop=should_stop,
+        clock=clock,
+        best=best,
+        inputs=inputs,
+        abandonment=abandonment,
+    )
+    return await run_supervised(run, start_step=start_step, unfinished=unfinished)
 
 
 async def _train_step(
-    backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig, step: int, pad_id: int
+    backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig, pad_id: int, step: int
 ) -> tuple[Metrics, int]:
     """Train on the rows of a step, 0-based. Returns its metrics and the number of tokens of its rows."""
     rows = select_sft_rows(samples, step, config.batch_size, config.seed)
@@ -200,19 +173,6 @@ async def _train_step(
         router_balance_coef=config.router_balance_coef,
     )
     return await pending.result(), int(batch.lengths.sum())
-
-
-def _warn(found: Sequence[str]) -> None:
-    for text in found:
-        logging.getLogger(__name__).warning("%s", text)
-
-
-def _describe_run(
-    finished: int, num_rows: int, logger: MetricsLogger | None, best: BestCheckpoint | None, inputs: RunInputs | None
-) -> RunState:
-    """Return the state of a run after `finished` steps."""
-    offset, of_best = log_offset(logger), state_of(best)
-    return RunState(stage="sft", step=finished, metrics_bytes=offset, num_rows=num_rows, best=of_best, inputs=inputs)
 
 
 def _check(backend: TrainingBackend, samples: Sequence[Sample], config: SFTTrainingConfig) -> None:

@@ -17,7 +17,7 @@ PACKAGES = (
     "algorithms", "chat", "sandbox", "environments", "data", "models", "backends", "engines", "rewards", "generation", "agents",
     "gateway", "training", "asynchronous", "tinker", "testing",
 )  # fmt: skip
-LOOPS = ("sft_loop", "rl_loop", "async_rl_loop", "reward_model_loop", "preference_loop")
+LOOPS = ("supervised_loop", "sft_loop", "rl_loop", "async_rl_loop", "reward_model_loop", "preference_loop")
 FACADES = ("trainer",)  # over everything, chosen by strings; its names are its own, not those of `rollouts`
 ORDER = (*WORDS, *PACKAGES[:-1], *LOOPS, *FACADES, PACKAGES[-1])  # `testing` is for tests: nothing else imports it
 

@@ -412,14 +412,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("integration/test_convert.py::test_no_weight_of_many_files_of_the_older_format_is_lost",),
     ),
     Mutation(
-        "sft_loop.py",
+        "supervised_loop.py",
         "an evaluation between two lines has no line",
         'is_line = stopping or "evaluate_s" in metrics or is_due(',
         "is_line = stopping or is_due(",
         ("training/test_best.py::test_every_evaluation_has_a_line_however_seldom_lines_are[sft]",),
     ),
     Mutation(
-        "sft_loop.py",
+        "supervised_loop.py",
         "the line of a step whose evaluation was given up is written, and again by the resumed run",
         "is_line and not gives_up",
         "is_line",
@@ -1537,7 +1537,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("training/test_checkpoints_beside.py::test_the_error_of_the_last_checkpoint_is_raised_by_the_run",),
     ),
     Mutation(
-        "sft_loop.py",
+        "supervised_loop.py",
         "a failed write is only noticed by the next checkpoint",
         "                checkpoints.check()  # a run that cannot be saved ends soon\n",
         "                pass\n",
