@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks.reliability.commands import RL, SFT, Naive, run_train
+from benchmarks.reliability.commands import REWARD, RL, SFT, Naive, run_train
 from benchmarks.reliability.experiment import Amount, Outcome
+from integration.crash.replay import EXIT_DIFFERS
 from rollouts.training.checkpoints import list_checkpoints
 
 
@@ -17,20 +18,19 @@ def _do_nothing(*arguments: object) -> None:
 
 
 FORGETS_ITS_RANDOMNESS: Naive = {"integration.crash.replay:restore_random_state": _do_nothing}
+FORGETS_ITS_OPTIMIZER: Naive = {"torch.optim:Optimizer.load_state_dict": _do_nothing}
 
 SPIKE = ["--on-bad.gradient-spike", "stop", "--on-bad.spike-factor", 1.0001]
+GRPO = [*RL, "--rl.num-steps", 12, "--rl.num-minibatches", 2]
+FORGETFUL = "those without the state of the optimizer, of bundles with a checkpoint"
+BEHIND_A_CHECKPOINT = "GRPO, a gradient that is infinite two updates behind the checkpoint of its bundle"
 CASES: Mapping[str, list[object]] = {
     "SFT, LoRA with dropout, a spike of the gradient": [*SFT, "--sft.num-steps", 40, "--lora.rank", 2, "--lora.dropout", 0.3, *SPIKE],
-    "GRPO, an importance ratio": [
-        *RL,
-        "--rl.num-steps",
-        12,
-        "--rl.num-minibatches",
-        2,
-        "--on-bad.ratio",
-        "stop",
-        "--on-bad.ratio-limit",
-        1.0001,
+    "GRPO, an importance ratio": [*GRPO, "--on-bad.ratio", "stop", "--on-bad.ratio-limit", 1.0001],
+    BEHIND_A_CHECKPOINT: [
+        *GRPO,
+        *["--algorithm", "dr_grpo", "--checkpoint.rl-every", 2, "--crash-bundles", "linked", "--on-bad.gradient", "stop"],
+        *["--reward.function", REWARD.replace("random_reward", "exploding_reward")],
     ],
     "SFT, a parameter that is infinite": [*SFT, "--sft.num-steps", 4, "--sft.optimizer.lr", 1e39],
 }
@@ -50,7 +50,7 @@ def _crash(options: list[object], seed: int, folder: Path) -> Path | None:
 
 
 def replay_crashes(amount: Amount) -> Outcome:
-    """Crash runs of several kinds, and replay each bundle with and without its random state."""
+    """Crash runs of several kinds, and replay each bundle; also without its random state, and without the state of its optimizer."""
     found, control = Counter[str](), Counter[str]()
     rounds = amount.count(1, 10)
     for number in range(rounds):
@@ -65,9 +65,12 @@ def replay_crashes(amount: Amount) -> Outcome:
             found["replays equal to the bit"] += ended.status == 0 and "reproduced, equal to the bit" in ended.out
             naive = run_train(["--replay", bundle], folder / "naive", naive=FORGETS_ITS_RANDOMNESS)
             control["replays equal to the bit"] += naive.status == 0
+            if name == BEHIND_A_CHECKPOINT:
+                naive = run_train(["--replay", bundle], folder / "naive", naive=FORGETS_ITS_OPTIMIZER)
+                control[FORGETFUL] += naive.status != EXIT_DIFFERS
             shutil.rmtree(folder)
     return Outcome(
         size=f"{found['runs']} runs, {rounds} of each kind: {'; '.join(CASES)}", measured=dict(found),
         holds=found["replays equal to the bit"] == found["bundles"] == found["runs"],
-        control=dict(control), control_fails=control["replays equal to the bit"] < found["runs"],
+        control=dict(control), control_fails=control["replays equal to the bit"] < found["runs"] and control[FORGETFUL] == 0,
     )  # fmt: skip
