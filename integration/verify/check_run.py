@@ -85,7 +85,7 @@ def check_run(path: Path) -> CheckedRun:
         findings += check_inputs(path, newest[0], newest[1])
     findings += check_crashes(path)
     findings.append(check_leftovers(path, stages))
-    findings.append(describe_resume(lost, newest))
+    findings.append(describe_resume(lost, newest, [finding for finding in findings if finding.status == "fail"]))
     if is_live(path):
         text = "a process holds the lock of this run: what it is just writing may look damaged"
         findings.append(judge("lock", text, warns=True, advice="check again when it has ended"))
@@ -201,15 +201,26 @@ def check_leftovers(path: Path, stages: list[Stage]) -> Finding:
     )
 
 
-def describe_resume(lost: Sequence[Stage], newest: tuple[Stage, int] | None) -> Finding:
-    """Say where --resume goes on. lost: stages that have checkpoints, of which none is intact."""
+def describe_resume(lost: Sequence[Stage], newest: tuple[Stage, int] | None, failed: Sequence[Finding]) -> Finding:
+    """Say where --resume goes on.
+
+    Args:
+        lost: stages that have checkpoints, of which none is intact.
+        failed: findings of which some may be in its way.
+    """
+    missing = {finding.check for finding in failed}
     if lost:
         told = f"no checkpoint of {' and '.join(stage.title for stage in lost)} is intact: --resume refuses to go on"
         advice = "restore one from a copy, or start a new run directory: a stage with checkpoints never starts over"
         return judge("resume", told, fails=True, advice=advice)
     if newest is not None:
         stage, step = newest
-        return judge("resume", f"--resume goes on after step {step} of {stage.title}, from {stage.checkpoints}")
+        where = f"after step {step} of {stage.title}, from {stage.checkpoints}"
+        if missing & {"settings", "inputs"}:
+            told = f"--resume refuses to go on with this {CONFIG_FILE}; with that of the run it goes on {where}"
+            return judge("resume", told, fails=True, advice=f"restore {CONFIG_FILE} from a copy")
+        mode = " and --mode, which cannot be read," if "facts" in missing else ""
+        return judge("resume", f"--resume{mode} goes on {where}")
     return judge("resume", "there is no checkpoint yet: --resume starts from the beginning", warns=True, advice="nothing, if it is young")
 
 

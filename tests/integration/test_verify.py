@@ -151,6 +151,14 @@ def test_a_stage_before_the_last_needs_an_intact_checkpoint_too(run: Path, capsy
     refuses(run, capsys, "SFT")
 
 
+@pytest.mark.parametrize("damage", ["no settings", "settings that are none"])
+def test_a_run_without_its_settings_is_not_said_to_go_on(damage: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    DAMAGE[damage][0](run)
+    told = wrong(verify(run, capsys)[1])["resume"]
+    assert "--resume refuses to go on with this config.json; with that of the run it goes on after step 3 of RL" in told
+    assert train(["--resume", "--quiet", "--output-dir", str(run)]) == 2
+
+
 def refuses(run: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
     """Check that verify says what --resume does: it refuses."""
     status, told = verify(run, capsys)
