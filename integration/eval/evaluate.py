@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from integration.eval.problems import Answer, Problem, choose_answer, create_problem_task, find_prompts, parse_problems
+from integration.eval.problems import (
+    Answer,
+    Problem,
+    check_judges_alone,
+    choose_answer,
+    create_problem_task,
+    find_prompts,
+    parse_problems,
+)
 from integration.eval.records import Records, describe_group
 from integration.eval.subjects import (
     Subject,
@@ -168,6 +176,7 @@ async def _evaluate_model(plan: Plan, units: Sequence[Unit], stores: Mapping[str
         async with open_subject(left[0].problem.config, left[0].subject, tokenizer, dict(os.environ)) as engine:
             for unit in left:
                 async with open_task(unit.task) as task:
+                    check_judges_alone(unit.problem.label, task.reward_fn)
                     await _evaluate_unit(plan, replace(unit, task=task), engine, stores[unit.problem.label], say)
     for records in stores.values():
         records.finish()

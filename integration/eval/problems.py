@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from integration.dry_run.checks import check_data_given
+from integration.parts.rewards import find_comparing
 from integration.run.stages import create_task
 from integration.settings.config import OWN_DATA_TASKS, TASKS, Config
 from integration.settings.sections import SELF_MADE_TASKS
@@ -112,7 +113,17 @@ def create_problem_task(problem: Problem, tokenizer: PreTrainedTokenizerBase) ->
         raise ConfigError(f"the task {problem.label} has no held-out problems here: name a data file with --tasks FILE.jsonl")
     if task.episodes is None and task.reward_fn is None:
         raise ConfigError(f"the task {problem.label} has no reward: give --reward.function file.py:name")
+    check_judges_alone(problem.label, task.reward_fn)
     return task
+
+
+def check_judges_alone(label: str, reward_fn: Any) -> None:
+    """Raise ConfigError for a reward that compares the answers of one model with one another. A RewardSource is checked when it is open."""
+    if find_comparing(reward_fn):
+        raise ConfigError(
+            f"the reward of {label} compares the answers of one model to a problem with one another, so their mean says nothing of the "
+            "model: give a reward that judges each answer by itself, as RubricJudge does"
+        )
 
 
 def find_prompts(task: Task) -> list[Prompt]:

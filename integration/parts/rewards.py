@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -27,6 +28,8 @@ from rollouts.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -97,6 +100,11 @@ def list_parts(reward_fn: Any) -> tuple[Any, ...]:
     return tuple(reward_fn.functions.values()) if isinstance(reward_fn, composites) else (reward_fn,)
 
 
+def find_comparing(reward_fn: Any) -> tuple[Any, ...]:
+    """Return the parts of an open reward that compare the answers to a problem with one another."""
+    return tuple(part for part in list_parts(reward_fn) if getattr(part, "compares_answers", False))
+
+
 def check_columns(reward_fn: Any, prompts: Sequence[Prompt], sources: Sequence[str]) -> None:
     """Raise DataError, naming rows, if prompts lack columns that a reward takes by name."""
     needed = find_needed_columns(reward_fn)
@@ -164,7 +172,19 @@ async def open_task(task: Task) -> AsyncGenerator[Task]:
     """Open the task's reward for the block if it is a RewardSource, and close it afterwards."""
     source = task.reward_fn
     if not isinstance(source, RewardSource):
-        yield task
+        yield _leave_out_comparisons(task)
         return
     async with source.open_reward() as reward_fn:
-        yield replace(task, reward_fn=reward_fn)
+        yield _leave_out_comparisons(replace(task, reward_fn=reward_fn))
+
+
+def _leave_out_comparisons(task: Task) -> Task:
+    """Return the task, without held-out problems if its reward compares answers to a problem: an evaluation has one of each."""
+    comparing = find_comparing(task.reward_fn)
+    if not comparing or not task.heldout_prompts:
+        return task
+    _logger.warning(
+        "held-out problems are left out: %s compares the answers to a problem with one another, and an evaluation has one of each",
+        describe_reward(comparing[0]),
+    )
+    return replace(task, heldout_prompts=(), heldout_sources=())

@@ -149,7 +149,7 @@ def tell_story(summary: Mapping[str, Any], output_dir: Path, config: Config) -> 
     elif before is None and after_sft is None and after_rl is None and after_dpo is None and pairs is not None:
         lines[-1:] = [f"task {summary['task']}, seed {summary['seed']}"]
     elif before is None and after_sft is None and after_rl is None and after_dpo is None:
-        lines.append("  not measured: there were no held-out problems (--data.eval-path FILE.jsonl gives some)")
+        lines.append("  not measured: there were no held-out problems to judge one by one (--data.eval-path FILE.jsonl gives some)")
     lines += ["", *_show_examples(output_dir, measure)]
     if after_sft is not None:
         lines.append(f"SFT: {_describe_sft(before, after_sft, measure, config)}")

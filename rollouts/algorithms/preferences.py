@@ -415,15 +415,15 @@ def measure_pairs(batch: TrainBatch, *, compares_pairs: bool = True) -> dict[str
     Args:
         compares_pairs: Algorithm.compares_pairs of the algorithm whose estimate filled the batch; asserted to match.
 
-    Returns: num_pairs; num_ties, groups with a row to train on whose rewards do not tell a better answer from a worse one; reward_gap, the
-        mean difference of the rewards of a pair, 0 without pairs. Empty for a batch without pair_ids.
+    Returns: num_pairs; num_ties, the other groups with a token in a loss_mask: their rewards do not tell a better answer from a worse one;
+        reward_gap, the mean difference of the rewards of a pair, 0 without pairs. Empty for a batch without pair_ids.
     """
     filled = batch.pair_ids is not None
     assert filled == compares_pairs, f"compares_pairs is {compares_pairs}, but the estimate {'fills' if filled else 'fills no'} pair_ids"
     if not filled:
         return {}
     rows = order_pairs(batch)
-    groups = int(batch.group_ids.unique().numel())
+    groups = int(batch.group_ids[(batch.loss_mask > 0).any(1)].unique().numel())
     gaps = batch.rewards[rows[0::2]] - batch.rewards[rows[1::2]]
     return {
         "num_pairs": len(rows) / 2,

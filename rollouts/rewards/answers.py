@@ -112,7 +112,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Return the function named by "package.module:name" or "path/to/file.py:name".
+    """Return the function, or the RewardSource, named by "package.module:name" or "path/to/file.py:name".
 
     The module is imported, so its code runs: name only code you trust.
 
@@ -132,8 +132,8 @@ def load_function(reference: str) -> Callable[..., Any]:
         except (Exception, SystemExit) as error:  # see load_module
             what = f"{type(error).__name__}: {error} ({locate_error(error)})"
             raise ConfigError(f"cannot import {location!r} (from {reference!r}): {what}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
+    function: Any = getattr(module, name, None)
+    if not callable(function) and not hasattr(function, "open_reward"):
         public = {n: value for n, value in vars(module).items() if callable(value) and not n.startswith("_")}
         available = sorted(n for n, value in public.items() if getattr(value, "__module__", None) == module.__name__)  # not its imports
         close = difflib.get_close_matches(name, available, n=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from integration.eval.__main__ import main as evaluate
 from integration.run.directory import REFERENCE_FILE
 from integration.settings.config import Config, check_truncated_sampling
 from integration.settings.preference import PreferenceLoss, PreferenceSection
@@ -222,6 +223,55 @@ def test_pairs_of_ones_own_rollouts_are_trained_on_and_a_run_goes_on_as_it_was(o
     assert {"loss", "reward_margin", "reward_gap", "reference_kl", "entropy", "reward_mean"} <= set(lines[-1])
     ours, theirs = (load_file(next((path / "rl" / "checkpoints" / "step_0004").glob("*model.safetensors"))) for path in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+JUDGE = """
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+from rollouts import PairwiseJudge
+
+
+class LongerIsBetter:
+    async def complete(self, messages, *, max_tokens=None, temperature=1.0, seed=None):
+        first, second = messages[0]["content"].split("Answer A:\\n")[1].split("\\n\\nWhich")[0].split("\\n\\nAnswer B:\\n")
+        winner = "tie" if len(first) == len(second) else "A" if len(first) > len(second) else "B"
+        return SimpleNamespace(text=json.dumps({"reason": "length", "winner": winner}))
+
+
+class Judge:
+    @asynccontextmanager
+    async def open_reward(self):
+        yield PairwiseJudge(LongerIsBetter(), rubric="The longer answer is better.")
+
+
+judge = Judge()
+plain = PairwiseJudge(LongerIsBetter(), rubric="The longer answer is better.")
+"""
+
+
+def test_a_judge_that_compares_answers_makes_the_pairs_and_measures_no_held_out_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    judged = ["--reward.function", f"{tmp_path / 'judge.py'}:judge"]
+    assert run(*ONLINE, *judged, "--algorithm", "online_dpo", "--rl.eval-every", 1, "--output-dir", tmp_path / "run") == 0
+    assert "held-out problems are left out: PairwiseJudge compares the answers to a problem" in caplog.text + capsys.readouterr().err
+    lines = [line for line in values(tmp_path / "run" / "metrics.jsonl") if line["step"] > 0]
+    assert sum(line["num_pairs"] for line in lines) > 4
+    assert all(line["reward_mean"] == pytest.approx(0.5) and "eval_accuracy" not in line for line in lines)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rl" / "trajectories" / "step_0001.jsonl").read_text().splitlines()]
+    for row in rows:
+        sides, lengths = row["estimate"]["advantages"]["runs"], [len(one["response"]) for one in rows if one["prompt"] == row["prompt"]]
+        assert sides[-1][1] != 1.0 or len(row["response"]) == max(lengths)
+        assert sides[-1][1] != -1.0 or len(row["response"]) == min(lengths)
+    for name in ("judge", "plain"):
+        output = tmp_path / name
+        given = [str(tmp_path / "run"), "--output-dir", str(output), "--reward.function", f"{tmp_path / 'judge.py'}:{name}"]
+        assert evaluate(given) == 2
+        assert "compares the answers of one model to a problem with one another" in capsys.readouterr().err
+    assert not output.exists()  # found before it is opened
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def test_the_best_of_a_group_is_paired_with_its_worst_as_by_rank_rollouts():
     assert batch.trainable.tolist() == [row in order_pairs(batch) for row in range(16)]
     assert measure_pairs(batch) == {"num_pairs": 3.0, "num_ties": 1.0, "reward_gap": pytest.approx((3.0 + 1.0 + 1.0) / 3)}
     assert order_pairs(online_dpo(min_difference=2.0).estimate(collate_samples(samples))) == [1, 2]
+    masked = [replace(one, loss_mask=(0.0,) * len(one.tokens)) if one.group_index == 1 else one for one in samples]
+    assert measure_pairs(online_dpo().estimate(collate_samples(masked)))["num_ties"] == 0.0  # nothing of that group could be trained on
 
 
 @pytest.mark.parametrize("objective", [dpo, ipo, simpo], ids=lambda f: f.__name__)

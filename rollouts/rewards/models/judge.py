@@ -275,7 +275,12 @@ class Comparison:
 
 
 class PairwiseJudge(Judge):
-    """A batch reward function: each sample is compared with the others of its group, and its score is its win rate."""
+    """A batch reward function: each sample is compared with the others of its group, and its score is its win rate.
+
+    A command leaves out the held-out problems of a reward with compares_answers: an evaluation has one answer to each.
+    """
+
+    compares_answers = True
 
     def __init__(
         self,
