@@ -88,6 +88,15 @@ def raise_engine_errors(url: httpx.URL) -> Generator[None]:
         raise describe_transport_error(error, url) from error
 
 
+@contextmanager
+def raise_protocol_errors(route: str, answer: Any) -> Generator[None]:
+    """Raise EngineProtocolError, with the answer, for a missing or misshapen field."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise EngineProtocolError(f"{route} answered with something else than expected ({error!r}): {str(answer)[:500]}") from error
+
+
 def _read_message(body: str) -> str:
     try:
         return _find_message(parse_json(body))

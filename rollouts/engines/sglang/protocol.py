@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from rollouts.checks import parse_json
 from rollouts.engines.http.checks import ServerInfo
+from rollouts.engines.http.errors import raise_protocol_errors
 from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
 from rollouts.errors import EngineProtocolError
 from rollouts.types import RoutedExperts, SamplingParams
@@ -103,7 +103,7 @@ def parse_sglang_event(
     event: Any, request_id: str, experts_per_token: int | None = None
 ) -> tuple[tuple[int, ...], tuple[float, ...], Generated | None]:
     """Parse one event of a stream: all tokens and log-probs so far (streams are cumulative), and the whole once it has ended."""
-    with _protocol_errors("an event of /generate", event):
+    with raise_protocol_errors("an event of /generate", event):
         if event["meta_info"]["finish_reason"] is not None:
             whole = _parse_answer(event, request_id, experts_per_token)
             return whole.tokens, whole.log_probs, whole
@@ -133,7 +133,7 @@ def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: in
     Args:
         vocab_size: size of the vocabulary, whose last id the server reports as 0, though with its own log-prob.
     """
-    with _protocol_errors("/generate", response):
+    with raise_protocol_errors("/generate", response):
         if response["meta_info"]["finish_reason"]["type"] == "abort":
             return None
         entries = response["meta_info"]["input_token_logprobs"]
@@ -191,7 +191,7 @@ def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangS
 
     The kind of log-probs is that of a server without SGLANG_RETURN_ORIGINAL_LOGPROB, which no route reports.
     """
-    with _protocol_errors("/server_info, /model_info or /v1/models", server_info):
+    with raise_protocol_errors("/server_info, /model_info or /v1/models", server_info):
         longest = int(server_info["max_req_input_len"])
         return SGLangServer(
             info=ServerInfo(
@@ -218,7 +218,7 @@ def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangS
 
 def find_foreign_defaults(model_info: Any) -> list[str]:
     """Return names of sampling parameters that the server adds to every request and that our requests leave open."""
-    with _protocol_errors("/model_info", model_info):
+    with raise_protocol_errors("/model_info", model_info):
         preferred: Any = model_info["preferred_sampling_params"] or {}
         preferred = parse_json(preferred) if isinstance(preferred, str) else preferred
         return sorted(set(preferred) - set(sglang_sampling_params(SamplingParams(), seeded=False)))
@@ -237,7 +237,7 @@ def probe_payload(prompt: Sequence[int]) -> dict[str, Any]:
 
 def parse_probe(response: Any) -> Literal["tempered", "untempered"] | None:
     """Return the kind of log-probs, from the gap of the two likeliest tokens at temperatures 1 and 2; None if the gap does not tell."""
-    with _protocol_errors("/generate", response):
+    with raise_protocol_errors("/generate", response):
         at_1, at_2 = (answer["meta_info"]["output_top_logprobs"][0] for answer in response)
         gap_1, gap_2 = (float(first[0]) - float(second[0]) for first, second in (at_1, at_2))
     if gap_1 < 1e-3:  # a tie looks the same at any temperature
@@ -249,7 +249,7 @@ def parse_probe(response: Any) -> Literal["tempered", "untempered"] | None:
 
 
 def _parse_answer(answer: Any, request_id: str, experts_per_token: int | None) -> Generated:
-    with _protocol_errors("/generate", answer):
+    with raise_protocol_errors("/generate", answer):
         tokens, log_probs = _read_tokens(answer, request_id)
         meta = answer["meta_info"]
         finish_reason = meta["finish_reason"]["type"]
@@ -281,12 +281,3 @@ def _read_tokens(answer: Any, request_id: str) -> tuple[tuple[int, ...], tuple[f
             f"request {request_id} has {len(tokens)} tokens and log-probs of {len(entries)} tokens that are not the same ones"
         )
     return tokens, tuple(read_log_prob(entry[0]) for entry in entries)
-
-
-@contextmanager
-def _protocol_errors(route: str, answer: Any) -> Generator[None]:
-    """Raise EngineProtocolError, with the answer, for a missing or misshapen field."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineProtocolError(f"{route} answered with something else than expected ({error!r}): {str(answer)[:500]}") from error

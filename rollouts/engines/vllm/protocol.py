@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from rollouts.engines.http.checks import ServerInfo
+from rollouts.engines.http.errors import raise_protocol_errors
 from rollouts.engines.http.requests import WireRequest
 from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
 from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError
@@ -92,7 +93,7 @@ def parse_vllm_response(response: Any, request: WireRequest, *, with_experts: bo
 
     Raises: EngineProtocolError if the answer is unexpected, or has no experts.
     """
-    with _protocol_errors(GENERATE, response):
+    with raise_protocol_errors(GENERATE, response):
         choices = sorted(response["choices"], key=lambda choice: choice["index"])
         if response["request_id"] != ID_PREFIX + request.wire_id:
             raise EngineProtocolError(f"{GENERATE} answered about {response['request_id']!r}, expected {ID_PREFIX + request.wire_id!r}")
@@ -151,7 +152,7 @@ def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: in
     Args:
         start_index: at least 1.
     """
-    with _protocol_errors(GENERATE, response):
+    with raise_protocol_errors(GENERATE, response):
         entries = response["prompt_logprobs"]
         if response["choices"][0]["finish_reason"] == "abort" and (entries is None or len(entries) < len(tokens)):
             return None
@@ -162,7 +163,7 @@ def parse_prompt_log_probs(response: Any, tokens: Sequence[int], start_index: in
 
 def parse_version_answer(version: Any) -> str:
     """Return the version in the answer of /version."""
-    with _protocol_errors("/version", version):
+    with raise_protocol_errors("/version", version):
         return str(version["version"])
 
 
@@ -171,7 +172,7 @@ def parse_server_info(server_info: Any, models: Any, version: Any, weight_info: 
 
     Raises: EngineProtocolError if one is missing; EngineError for a --logprobs-mode that gives no log-probs.
     """
-    with _protocol_errors("/server_info, /v1/models, /version, /weight_info or /is_paused", server_info):
+    with raise_protocol_errors("/server_info, /v1/models, /version, /weight_info or /is_paused", server_info):
         model = server_info["vllm_config"]["model_config"]
         card = models["data"][0]
         mode = model["logprobs_mode"]
@@ -222,12 +223,3 @@ def explain_missing_routes(name: str) -> Generator[None]:
         if error.status == 401:
             raise EngineError(f"{name} wants another API key ({error.reason}): pass api_key") from error
         raise
-
-
-@contextmanager
-def _protocol_errors(route: str, answer: Any) -> Generator[None]:
-    """Raise EngineProtocolError, with the answer, for a missing or misshapen field."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EngineProtocolError(f"{route} answered with something else than expected ({error!r}): {str(answer)[:500]}") from error
