@@ -138,10 +138,10 @@ _BAD_POLICIES: Mapping[tuple[str, ...], tuple[str, ...]] = MappingProxyType({
 
 @dataclass(frozen=True, kw_only=True)
 class BadNumbers:
-    """Policy for numbers of training that go bad, by kind: stop = end the run, skip = leave the update out, drop = leave the rows out.
+    """Rules for numbers of training that go bad, by kind: stop = end the run, skip = leave the update out, drop = leave the rows out.
 
     An update that is left out changes neither parameters nor the optimizer's moments; the schedule advances if the update had been
-    computed, and not if its rows were refused before. Each case is counted in metrics as num_bad_<kind>. The policies for rewards and
+    computed, and not if its rows were refused before. Each case is counted in metrics as num_bad_<kind>. The rules for rewards and
     parameters are elsewhere: RewardConfig.on_error, and a parameter that is not finite always ends the run.
     """
 

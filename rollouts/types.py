@@ -57,7 +57,7 @@ class Status(StrEnum):
     COMPLETED = "completed"  # ended by itself: end of text, stop string, end of episode
     TRUNCATED = "truncated"  # reached its token budget
     ABORTED = "aborted"  # stopped from outside; its tokens are a valid beginning and can be continued
-    FAILED = "failed"  # its generation or reward failed and the policy was to drop it
+    FAILED = "failed"  # its generation or reward failed, and the settings say to drop such samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +275,7 @@ def _count_ids(counts: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptTokens:
-    """Sets of token ids that top-p, top-k and min-p left where each token of a row was drawn: the distribution is the softmax over its set.
+    """Sets of token ids that top-p, top-k and min-p left for each token of a row: the token was drawn from the softmax over its set.
 
     A trainer that computes a token's log-prob over the same set compares like with like: the importance ratio of an unchanged policy is 1
     (the sampling mask of DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
@@ -340,8 +340,8 @@ class Sample:
     loss_mask: tuple[float, ...] = ()  # 0 = not trained on; 1 = trained on; fractions are weights
     rollout_log_probs: tuple[float, ...] | None = None  # nats, under `temperature`; 0 where the policy did not sample
     weight_versions: tuple[int, ...] | None = None  # weight version that sampled each token; -1 where none did
-    segment_log_probs: tuple[float, ...] | None = None  # nats, under the weights one version after those that sampled the
-    # token where they were computed (algorithms/proximal.py), else rollout_log_probs; None = never computed
+    segment_log_probs: tuple[float, ...] | None = None  # nats: where computed, under the weights one version newer than
+    # those that sampled the token (algorithms/proximal.py), elsewhere equal to rollout_log_probs; None = never computed
     recompute_version: int = -1  # weight version that segment_log_probs were last computed under; -1 = never
     segment_versions: tuple[int, ...] | None = None  # weight version of each of segment_log_probs; -1 = not computed (yet)
     response: str = ""  # text of the response, for people and rewards; never tokenized again
@@ -359,7 +359,7 @@ class Sample:
     kept_tokens: KeptTokens | None = None  # sets that truncated sampling drew each token from; None = not recorded, or none was cut
     turns: tuple[Turn, ...] | None = None  # actions of an episode, in order; None = not an episode
     messages: tuple[Message, ...] | None = None  # the whole conversation; None = prompt and response are all of it
-    action_messages: tuple[int, ...] | None = None  # places of the policy's actions in messages; None = see samples.find_actions
+    action_messages: tuple[int, ...] | None = None  # positions of the policy's actions in messages; None = see samples.find_actions
     episode: EpisodeOutcome | None = None  # course and end of the episode; None = not an episode, or unknown
     subgroup: str | None = None  # samples of a group are compared with those of their subgroup alone, such as a role in matches
     context_starts: tuple[int, ...] = ()  # positions in tokens, rising, where a further context begins; () = all tokens are one

@@ -54,7 +54,7 @@ loss tells besides, see losses.mark_tokens."""
 
 @dataclass(frozen=True, kw_only=True)
 class RecordRequest:
-    """Request for what updates of the policy see of the tokens of some rows, told from their own passes."""
+    """Request to keep what the policy's updates compute for the tokens of some rows; it costs no further pass."""
 
     rows: tuple[int, ...]  # positions in the batch
     on_update: Callable[[Mapping[int, RecordedColumns]], Awaitable[None] | None]  # called after the last update with the columns of
@@ -94,7 +94,7 @@ def _is_foreign_column(name: str, value: float | Tensor, batch: TrainBatch) -> b
 
 
 def _loss_with_tokens(outputs: TokenOutputs, batch: TrainBatch, *, loss: LossFn) -> LossOutput:
-    """The loss, with log-probs and loss weights among its columns of tokens."""
+    """Compute the loss, and add log-probs and loss weights to the columns that it gives of the tokens (losses.mark_tokens)."""
     value, metrics = loss(outputs, batch)
     if batch.recorded is None or batch.loss_weights is None:
         return LossOutput(value, metrics)
@@ -220,7 +220,7 @@ class UpdatePlan:
     skip_redundant: bool = True  # compute prompts that rows of a group share once, and run no backward pass for rows without a gradient:
     # the same numbers up to rounding; False = bit for bit those of each row by itself
     record: RecordRequest | None = None  # request for what the updates see of some rows; its call is waited for
-    bad_numbers: BadNumbers = field(default_factory=BadNumbers)  # policy for log_prob and all_masked
+    bad_numbers: BadNumbers = field(default_factory=BadNumbers)  # rules for log_prob and all_masked
     on_left_out: Callable[[TrainBatch], None] | None = None  # called with the filled batch whose update is left out for its log-probs
 
 
@@ -313,7 +313,7 @@ async def _take_recorded(backend: TrainingBackend) -> dict[int, RecordedColumns]
 
 
 async def _begin(work: Any, nursery: trio.Nursery) -> None:
-    """Go on with an awaitable in a nursery, if `work` is one; return when it has ended or waits."""
+    """Start `work` in a nursery, if it is an awaitable, and return once it has ended or waits for something."""
     if not inspect.isawaitable(work):
         return
 

@@ -118,7 +118,7 @@ class PyTorchTrainingBackend:
             chunk_size: tokens whose logits exist at the same time; None = logprobs.choose_chunk_size.
             tokenizer: saved beside the weights, so that a checkpoint is a complete model directory.
             weight_version: restored from checkpoints; incremented by the code that syncs weights to engines.
-            bad_numbers: policy for a loss, gradient or ratio that goes bad; None = BadNumbers().
+            bad_numbers: reaction to a loss, gradient or ratio that is not finite or too large; None = BadNumbers().
             compute_outputs: function of the hidden states: compute_log_probs (a policy) or compute_values (a critic).
             lora: the config that lora.add_adapters was called with; the optimizer updates the adapters alone. Snapshots and exports have
                 merged weights; load_weights replaces the weights below the adapters and resets the adapters.
@@ -141,7 +141,7 @@ class PyTorchTrainingBackend:
         self.max_grad_norm = max_grad_norm  # may be set between two updates
         self._bad_numbers = bad_numbers or BadNumbers()
         self._has_gradient = False
-        self._foresees = True  # whether gradients of losses were as foreseen, if any was
+        self._foresees = True  # False once a loss had another gradient than foreseen: then none is foreseen any more
         self._load: ExpertLoad | None = None  # load of the passes since the last update
         self._counted: ExpertLoad | None = None  # load that count_experts has counted since the last update
         self._finite: frozenset[object] = frozenset()  # parameters that the last update found finite, see CheckedWeights
@@ -267,7 +267,7 @@ class PyTorchTrainingBackend:
     # -- BackendFeature.RECORDS
 
     def take_recorded(self) -> ImmediateTrainFuture[tuple[RecordedTokens, ...]]:
-        """Return what losses told of the tokens of recorded rows since the last call."""
+        """Return the columns of tokens that losses gave for recorded rows since the last call."""
         return ImmediateTrainFuture(self._reads.take_recorded(), "take_recorded")
 
     # -- BackendFeature.WEIGHT_VIEWS
