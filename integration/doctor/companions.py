@@ -1,32 +1,25 @@
-"""Checks of the models beside the policy: the critic of PPO, and the teachers of distillation."""
+"""Checks of the models beside the policy: their tokens, and the teachers of distillation."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from integration.doctor.findings import Finding, judge, skip
+from integration.doctor.heads import MOST_TOKENS
 from integration.doctor.numbers import ReferenceFn, describe, is_beyond
 from integration.parts.model_settings import check_companions
 from integration.settings.config import Config
-from rollouts.algorithms.loss_weights import token_mean
-from rollouts.algorithms.losses import value_loss
-from rollouts.backends.protocol import TrainingBackend
 from rollouts.data.collate import collate_samples
 from rollouts.errors import ConfigError
 from rollouts.training.distillation.teachers import Teacher
 from rollouts.training.parity import compare_log_probs
-from rollouts.training.rollout_batch import select_values
-from rollouts.training.steps import find_trained_rows, submit_forward
+from rollouts.training.steps import find_trained_rows
 from rollouts.types import Sample, TrainBatch
 
-_MOST_TOKENS = 8192  # real tokens of a forward pass
 _CHANCE = 0.9  # share of the logarithm of the vocabulary from which a teacher tells no more than chance
 _SUM = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}  # largest |log| of a sum of probabilities that should be 1
 
@@ -46,45 +39,6 @@ def check_other_tokens(config: Config) -> Finding | None:
     return judge("tokens of other models", f"{', '.join(given)}: the policy's vocabulary and special tokens")
 
 
-async def check_critic(critic: TrainingBackend, model: Any, samples: Sequence[Sample]) -> Finding:
-    """Check that a critic gives each token one finite value, and that the gradient of its loss reaches its weights.
-
-    Args:
-        model: the backend's module.
-    """
-    batch = collate_samples(samples, pad_id=0)
-    values = await submit_forward(critic, batch, select_values, max_tokens_per_microbatch=_MOST_TOKENS).result()
-    on = batch.loss_mask > 0
-    advice = "give --critic.path a critic or a language model of the policy's family, or leave it out: the critic is then the policy's copy"
-    if values.shape != batch.tokens.shape:
-        found = f"values of shape {tuple(values.shape)} for tokens of shape {tuple(batch.tokens.shape)}, expected one for each token"
-        return judge("critic", found, fails=True, advice=advice)
-    bad = int((~torch.isfinite(values[on])).sum())
-    if bad:
-        return judge("critic", f"{bad} of {int(on.sum())} values are not finite", fails=True, advice=advice)
-    batch = replace(batch, values=values, returns=(values + 1) * on, loss_weights=token_mean(batch))
-    await critic.forward_backward(batch, partial(value_loss, clip=None)).result()
-    weights = dict(model.named_parameters())
-    unreached = [name for name, weight in weights.items() if weight.grad is None or not bool(weight.grad.any())]
-    lost = sum(not bool(torch.isfinite(weight.grad).all()) for weight in weights.values() if weight.grad is not None)
-    await _forget_gradient(critic)
-    reached = len(weights) - len(unreached)
-    found = (
-        f"{int(on.sum())} values from {float(values[on].min()):.3g} to {float(values[on].max()):.3g}; "
-        f"the gradient of their loss reaches {reached} of {len(weights)} weights"
-    )
-    found += f", of which {lost} have one that is not finite" if lost else f", not {unreached[0]}" if unreached and reached else ""
-    told = "the critic would stay as it is, and advantages with it: train all of its weights" if unreached else advice
-    return judge("critic", found, fails=reached == 0 or lost > 0, warns=bool(unreached), advice=told)
-
-
-async def _forget_gradient(critic: TrainingBackend) -> None:
-    """Take the update of the gradient, and the weights from before it."""
-    weights = dict(await critic.get_weights().result())
-    await critic.optim_step().result()
-    await critic.load_weights(weights).result()
-
-
 async def check_teacher(
     teacher: Teacher, samples: Sequence[Sample], wanted: Collection[str], *, vocab_size: int, precision: str
 ) -> tuple[Finding, TrainBatch]:
@@ -97,7 +51,7 @@ async def check_teacher(
     Returns: the finding, and the batch with the columns of the teacher.
     """
     batch = collate_samples(samples, pad_id=0, require_rewards=False)
-    batch = await teacher.fill(batch, samples, wanted, max_tokens=_MOST_TOKENS)
+    batch = await teacher.fill(batch, samples, wanted, max_tokens=MOST_TOKENS)
     assert batch.teacher_log_probs is not None, "a teacher fills its log-probs"
     on = batch.loss_mask > 0
     theirs = batch.teacher_log_probs[on].float()

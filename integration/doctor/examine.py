@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from integration.doctor.companions import check_critic, check_other_tokens, check_scores, check_teacher
+from integration.doctor.companions import check_other_tokens, check_scores, check_teacher
 from integration.doctor.findings import Finding, judge, skip
+from integration.doctor.heads import check_critic
 from integration.doctor.numbers import (
     check_engine,
     check_loss,

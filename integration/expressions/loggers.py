@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import secrets
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +36,8 @@ from rollouts.types import Sample
 
 PROJECT = "rollouts"
 """Default project, or experiment, of loggers."""
+
+_SETTLED_S = 30.0  # seconds after which Weights & Biases has written a line to its file: it does every 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +90,22 @@ def _keep(path: Path, value: str) -> str:
 
 
 class MarkedLogger:
-    """A logger whose store cannot be read back, with a file of the last step of each stage beside it."""
+    """A logger whose store cannot be read back, with a file of the last step of each stage beside it.
 
-    def __init__(self, logger: WandbLogger, path: Path) -> None:
-        self._logger, self._path = logger, path
+    A process of the logger keeps new lines in memory for some seconds, and a kill of the run ends it, too. A line is therefore marked when
+    _SETTLED_S have passed, or the logger has finished: after a kill the lines that may be lost are written again.
+    """
+
+    def __init__(self, logger: WandbLogger, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger, self._path, self._clock = logger, path, clock
         self._steps: dict[str, int] = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self._waiting = deque[tuple[float, str, int]]()  # time, stage and step of lines that are not marked
 
     def log(self, metrics: Mapping[str, Value], step: int) -> None:
-        """Log a line, then mark it."""
+        """Log a line, and mark those that have settled."""
         self._logger.log(metrics, step)
-        self._steps[str(metrics.get("stage", ""))] = step
-        replace_file(self._path, json.dumps(self._steps) + "\n")
+        self._waiting.append((self._clock(), str(metrics.get("stage", "")), step))
+        self._mark(self._clock() - _SETTLED_S)
 
     def log_samples(self, samples: Sequence[Sample], step: int, stage: str = "") -> None:
         """Pass samples on."""
@@ -106,8 +116,18 @@ class MarkedLogger:
         return dict(self._steps)
 
     def finish(self) -> None:
-        """Finish the logger."""
+        """Finish the logger, and mark all of its lines."""
         self._logger.finish()
+        self._mark(math.inf)
+
+    def _mark(self, until: float) -> None:
+        settled = dict[str, int]()
+        while self._waiting and self._waiting[0][0] <= until:
+            _, stage, step = self._waiting.popleft()
+            settled[stage] = step
+        if settled:
+            self._steps |= settled
+            replace_file(self._path, json.dumps(self._steps) + "\n")
 
 
 LOGGERS = "loggers"

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from integration.doctor.companions import check_critic, check_scores, check_teacher
+from integration.doctor.companions import check_scores, check_teacher
 from integration.doctor.examine import examine
 from integration.doctor.findings import Finding
+from integration.doctor.heads import check_critic
 from integration.doctor.numbers import choose_rows, create_reference
 from integration.settings.command_line import parse_command_line
 from rollouts.backends.factory import create_critic_backend, create_reference_backend
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config import BadNumbers
 from rollouts.testing import FakeVLLMServer, create_tiny_model
 from rollouts.training.distillation.teachers import ModelTeacher
 
@@ -69,6 +71,28 @@ async def test_a_critic_that_the_gradient_does_not_reach_is_caught():
     for hook in (critic.model.score.weight.register_hook, critic.model.score.bias.register_hook):
         hook(torch.zeros_like)
     assert (await check_critic(critic, critic.model, ROWS)).status == "fail", "nothing is trained"
+
+
+async def test_a_critic_of_two_values_for_each_token_is_caught():
+    critic: Any = create_critic_backend(create_tiny_model(), lr=1e-2, total_steps=10)
+    forward = critic.forward
+    critic.forward = lambda batch, output_fn, **options: forward(batch, lambda outputs: torch.stack([outputs.values] * 2, -1), **options)
+    finding = await check_critic(critic, critic.model, ROWS)
+    assert finding.status == "fail" and "expected one for each token" in finding.found and ", 2) for tokens" in finding.found
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+async def test_a_critic_whose_gradient_is_not_finite_is_caught(policy: Any):
+    critic = create_critic_backend(create_tiny_model(), lr=1e-2, total_steps=10, bad_numbers=BadNumbers(gradient=policy))
+    before = dict(await critic.get_weights().result())
+    for weight in critic.model.parameters():
+        weight.register_hook(lambda gradient: gradient * float("nan"))
+    finding = await check_critic(critic, critic.model, ROWS)
+    num_weights = len(before)
+    assert finding.status == "fail" and f"is not finite at {num_weights} of {num_weights} weights" in finding.found
+    assert "no update could be applied" in finding.advice
+    after = await critic.get_weights().result()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 async def test_the_doctor_examines_the_critic_of_ppo_and_one_with_other_tokens_is_caught(tmp_path: Path):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +19,7 @@ import needs
 import pytest
 from test_train import SMALL
 
-from integration.expressions.loggers import RunIdentity, check_loggers, create_loggers, parse_loggers
+from integration.expressions.loggers import MarkedLogger, RunIdentity, check_loggers, create_loggers, parse_loggers
 from integration.train import main
 from rollouts.errors import ConfigError
 from rollouts.training.logs import continued
@@ -319,6 +323,47 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatc
     for name in ("wandb", "tensorboard", "trackio", "mlflow"):
         with pytest.raises(ConfigError, match=rf"needs the package {name}: pip install 'rollouts-rl\[{name}\]'"):
             check_loggers([name])
+
+
+def test_lines_that_weights_and_biases_may_not_have_written_are_logged_again_after_a_kill(tmp_path: Path):
+    class Run:
+        def log(self, metrics: Any, step: int) -> None: ...
+        def finish(self) -> None: ...
+
+    run: Any = Run()
+    now, path = [0.0], tmp_path / "steps.json"
+    logger = MarkedLogger(run, path, clock=lambda: now[0])
+    for seconds, stage, step in ((0, "sft", 1), (10, "sft", 2), (35, "rl", 1), (45, "rl", 2)):
+        now[0] = seconds
+        logger.log({"stage": stage}, step)
+    assert MarkedLogger(run, path).last_steps() == {"sft": 2}, "the lines of RL are not half a minute old"
+    logger.finish()
+    assert MarkedLogger(run, path).last_steps() == {"sft": 2, "rl": 2}
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from integration.expressions.loggers import MarkedLogger, RunIdentity, create_loggers
+(logger,) = create_loggers(["wandb('mine')"], RunIdentity(directory=Path("run"), settings={}))
+for step in (1, 2, 3):
+    logger.log({"stage": "rl", "reward_mean": step / 4}, step)
+os.kill(os.getpid(), 9)
+"""
+
+
+@needs.WANDB
+@pytest.mark.more
+def test_no_line_of_a_killed_run_is_lacking_in_weights_and_biases(tmp_path: Path):
+    root = str(Path(__file__).parents[2])
+    own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # that of other tests, which is not killed
+    environment = own | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    assert subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, check=False).returncode == -signal.SIGKILL
+    earlier = [{"step": step, "stage": "rl", "reward_mean": step / 4} for step in (1, 2, 3)]
+    (logger,) = create_loggers(["wandb('mine')"], RunIdentity(directory=tmp_path / "run", settings={}, earlier=earlier))
+    logger.log({"stage": "rl", "reward_mean": 1.0}, 4)
+    logger.finish()
+    assert sorted(set(read_wandb(tmp_path, "rl/reward_mean"))) == [(step, step / 4) for step in (1, 2, 3, 4)]
 
 
 def test_the_loggers_before_one_that_cannot_be_called_are_finished(tmp_path: Path):
