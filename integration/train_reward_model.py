@@ -60,7 +60,7 @@ examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Arguments:
+class Arguments:
     """Train a reward model on preference pairs."""
 
     config: Annotated[RewardModelConfig, tyro.conf.arg(name="")]
@@ -76,16 +76,16 @@ class _Arguments:
     """file of settings: FILE.py (which defines `config`), FILE.toml or FILE.json"""
 
 
-def parse(argv: Sequence[str]) -> _Arguments:
+def parse(argv: Sequence[str]) -> Arguments:
     """Parse the command line. Raises ConfigError; SystemExit for the help and for unknown options."""
-    argv = write_out_short(answer_help(argv, lambda: _Arguments(config=RewardModelConfig()), PROGRAM, SCREEN), ["log"])
-    arguments = parse_flags(argv, _Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
+    argv = write_out_short(answer_help(argv, lambda: Arguments(config=RewardModelConfig()), PROGRAM, SCREEN), ["log"])
+    arguments = parse_flags(argv, Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
     grace_s = arguments.grace_s
     check_setting(grace_s is None or 0 < grace_s < math.inf, "--grace-s", grace_s, "a number of seconds above 0")
     return arguments
 
 
-def run(command: _Arguments) -> int:
+def run(command: Arguments) -> int:
     """Execute a command line. Returns the exit status."""
     from integration.run import reward_model  # imports torch, which the help does not need
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(partial(parse, given), run, _goes_online, partial(name_as_typed, given, RewardModelConfig()))
 
 
-def _goes_online(command: _Arguments) -> bool:
+def _goes_online(command: Arguments) -> bool:
     from integration.parts.hub_models import names_hub
 
     return names_hub(command.config)

@@ -1,6 +1,7 @@
 """Examine a run before it starts: the same options as the run, and a table of what is right, doubtful or wrong.
 
     rollouts doctor [options of rollouts train] [--rows N] [--resume-timeout-s S] [--json]
+    rollouts doctor train-reward-model [options of rollouts train-reward-model] [--rows N] [--resume-timeout-s S] [--json]
 
 python -m integration.doctor is the same.
 Exit status: 0 without a failed check, 1 with one or if a check cannot be made, 2 for options that cannot be used.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 import trio
 
@@ -25,13 +27,20 @@ from integration.run.exit_status import run_command
 from integration.settings.command_line import CommandLine, name_as_typed, parse_command_line
 from integration.settings.config import Config
 from integration.settings.help_text import name_as_started
+from integration.settings.reward_model import RewardModelConfig
+from integration.train_reward_model import Arguments as RewardModelArguments
+from integration.train_reward_model import parse as parse_reward_model
 from rollouts.errors import ConfigError, make_safe, redact
 
+_SCORES = "train-reward-model"  # first argument for the training of a reward model
+
 HELP = """usage: python -m integration.doctor [options of python -m integration.train] [--rows N] [--resume-timeout-s S] [--json]
+       python -m integration.doctor train-reward-model [options of python -m integration.train_reward_model] [...]
 
 Examine a run before it starts, with the options that it will have: tokenizer, chat template, loss masks, end of answers,
-reward, log-probs of trainer, engine and transformers, weight sync, critic, teacher, splits, resuming, memory and speed. Only
-temporary files are written.
+reward, log-probs of trainer, engine and transformers, weight sync, critic, teacher, splits, resuming, memory and speed; of a
+reward model its tokenizer, chat template, scored tokens, pairs, scores, gradient, splits, resuming and speed. Only temporary
+files are written.
 
   --rows N               rows of data and prompts to try (default: 8)
   --resume-timeout-s S   maximum seconds of each of three short runs, which show that a killed run goes on with the same numbers;
@@ -94,6 +103,22 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
     return [*findings, check_resume(own, command.mode, timeout_s=options.resume_timeout_s)]
 
 
+def run_on_scores(options: Options, command: RewardModelArguments, argv: Sequence[str]) -> list[Finding]:
+    """Run all checks of the training of a reward model. argv: its options, for the processes of the check of resuming."""
+    from integration.doctor.findings import skip
+    from integration.doctor.resume import REWARD_MODEL, check_resume
+    from integration.doctor.reward_model import examine_reward_model  # imports torch, which the help does not need
+
+    if command.resume:
+        raise ConfigError("the doctor examines a run that is to start: leave --resume out")
+    say = partial(print, file=sys.stderr, flush=True)
+    findings = trio.run(partial(examine_reward_model, command.config, num_rows=options.rows, say=say))
+    if options.resume_timeout_s == 0:
+        return [*findings, skip("resume", "left out by --resume-timeout-s 0")]
+    say("resuming: three short runs")
+    return [*findings, check_resume(argv, REWARD_MODEL, timeout_s=options.resume_timeout_s)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Every error that a user can cause ends in one message on stderr and a non-zero exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -101,23 +126,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             print(name_as_started(HELP))
         raise SystemExit(0)
-    return run_command(partial(_parse, given), _examine, _goes_online, partial(name_as_typed, given, Config()))
+    config = RewardModelConfig() if _SCORES in given else Config()
+    return run_command(partial(_parse, given), _examine, _goes_online, partial(name_as_typed, given, config))
 
 
-def _parse(given: Sequence[str]) -> tuple[Options, CommandLine, list[str]]:
+Parsed: TypeAlias = "tuple[Options, CommandLine | RewardModelArguments, list[str]]"
+
+
+def _parse(given: Sequence[str]) -> Parsed:
     options, rest = split_options(given)
+    if rest[:1] == [_SCORES]:
+        return options, parse_reward_model(rest[1:]), rest[1:]
     return options, parse_command_line(rest), rest
 
 
-def _goes_online(parsed: tuple[Options, CommandLine, list[str]]) -> bool:
+def _goes_online(parsed: Parsed) -> bool:
     from integration.parts.hub_models import names_hub
 
     return names_hub(parsed[1].config)
 
 
-def _examine(parsed: tuple[Options, CommandLine, list[str]]) -> int:
+def _examine(parsed: Parsed) -> int:
     options, command, rest = parsed
-    findings = run(options, command, rest)
+    findings = run(options, command, rest) if isinstance(command, CommandLine) else run_on_scores(options, command, rest)
     text = json.dumps([finding.to_dict() for finding in findings], indent=2) if options.as_json else tabulate(findings)
     with ignore_closed_stdout():
         print(make_safe(redact(text)))

@@ -144,7 +144,7 @@ def check_texts(patient: Patient, samples: Sequence[Sample], num_rows: int) -> l
     limits = read_config_limits(patient.model.config)
     texts = [text for prompt in task.train_prompts[:num_rows] if (text := read_text(prompt)).strip()]
     texts += [sample.response for sample in samples if sample.response.strip()]
-    several = task.episodes is not None or any(_count_answers(sample) > 1 for sample in samples)
+    several = task.episodes is not None or any(count_answers(sample) > 1 for sample in samples)
     return [
         check_tokenizer(tokenizer, limits.num_embeddings, texts),
         check_template(tokenizer, several_turns=several, template_kwargs=dict(template_kwargs(patient.config))),
@@ -310,6 +310,7 @@ async def attempt(check: str, run: Callable[[], Awaitable[Finding | list[Finding
     return found if isinstance(found, list) else [found]
 
 
-def _count_answers(sample: Sample) -> int:
+def count_answers(sample: Sample) -> int:
+    """Count the messages of the assistant in a row, its answer included."""
     messages: Sequence[Message] = () if isinstance(sample.prompt, str) else sample.prompt
     return 1 + sum(message.role == "assistant" for message in messages)

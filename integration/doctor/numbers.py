@@ -15,14 +15,14 @@ from torch import Tensor
 from integration.doctor.findings import Finding, judge, skip
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
-from rollouts.backends.protocol import TrainingBackend
+from rollouts.backends.protocol import OutputFn, TrainingBackend
 from rollouts.batches import select_rows
 from rollouts.data.collate import collate_samples
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, get_engine_features, require_engine_feature
 from rollouts.training.parity import LogProbDifference, check_parity, compare_log_probs
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.steps import merge_step_metrics, require_checkpointing, submit_forward
-from rollouts.types import Sample, SamplingParams, TrainBatch
+from rollouts.types import LossFn, Sample, SamplingParams, TrainBatch
 
 _MEAN = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.01}  # nats; the mean over tokens that rounding explains
 _WORST = {"float32": 2e-3, "bfloat16": 1.0, "float16": 0.3}  # nats; the worst token
@@ -168,38 +168,59 @@ async def bring_weights(engine: InferenceEngine, backend: TrainingBackend) -> No
         await engine.update_weights_from_checkpoint(Path(directory))
 
 
-async def check_repeats(backend: TrainingBackend, samples: Sequence[Sample]) -> Finding:
-    """Check that the trainer computes the same log-probs twice, which dropout would prevent."""
+async def check_repeats(
+    backend: TrainingBackend, samples: Sequence[Sample], output_fn: OutputFn = select_log_probs, *, name: str = "log-probs repeat"
+) -> Finding:
+    """Check that the trainer computes the same log-probs, or other outputs, twice, which dropout would prevent."""
     batch = collate_samples(samples, pad_id=0)
-    first, second = await _compute(backend, batch), await _compute(backend, batch)
+    first, second = await _compute(backend, batch, output_fn), await _compute(backend, batch, output_fn)
     worst = float((first - second).abs().max())
     advice = "dropout is on where ratios are computed, or kernels are not deterministic: set the model's dropout to 0, or --deterministic"
-    found = f"two passes over the same rows differ by at most {worst:.2g} nats"
-    return judge("log-probs repeat", found, fails=worst > 1e-2, warns=worst > 0, advice=advice)
+    unit = " nats" if output_fn is select_log_probs else ""
+    found = f"two passes over the same rows differ by at most {worst:.2g}{unit}"
+    return judge(name, found, fails=not worst <= 1e-2, warns=worst > 0, advice=advice)
 
 
 async def check_splits(backend: TrainingBackend, samples: Sequence[Sample], *, precision: str) -> Finding:
-    """Check that loss and gradient of a step do not depend on its split into micro-batches. The weights are restored."""
+    """Check that loss and gradient of a step of SFT do not depend on its split into micro-batches. The weights are restored."""
     if len(samples) < 2:
         return skip("splits change nothing", "one row alone cannot be split")
     batch = collate_samples(samples, pad_id=0)
     batch = replace(batch, loss_weights=token_mean(batch))
+    return await compare_splits(backend, batch, [[row] for row in range(batch.num_rows)], sft_loss, precision=precision)
+
+
+async def compare_splits(
+    backend: TrainingBackend,
+    batch: TrainBatch,
+    parts: Sequence[Sequence[int]],
+    loss: LossFn,
+    *,
+    precision: str,
+    option: str = "--rl.max-tokens-per-microbatch",
+) -> Finding:
+    """Compare the loss and the gradient of a batch as one micro-batch with those of its parts. The weights are restored.
+
+    Args:
+        parts: rows of each part.
+        option: the option that would change the gradient.
+    """
     weights = dict(await backend.get_weights().result())
     steps: list[Mapping[str, float]] = []
-    for parts in ([list(range(batch.num_rows))], [[row] for row in range(batch.num_rows)]):
-        done = [await backend.forward_backward(select_rows(batch, rows), sft_loss).result() for rows in parts]
+    for some in ([list(range(batch.num_rows))], parts):
+        done = [await backend.forward_backward(select_rows(batch, list(rows)), loss).result() for rows in some]
         steps.append(merge_step_metrics(done) | await backend.optim_step().result())
         await backend.load_weights(weights).result()
     whole, split = steps
     worst = max(abs(whole[key] - split[key]) / max(abs(whole[key]), 1e-8) for key in ("loss", "grad_norm"))
     told = [f"loss {step['loss']:.6g} and gradient norm {step['grad_norm']:.4g}" for step in steps]
-    found = f"{told[0]} in one micro-batch, {told[1]} in {batch.num_rows}"
-    advice = "the gradient would depend on --rl.max-tokens-per-microbatch: a loss of your own must be a weighted sum over tokens"
-    return judge("splits change nothing", found, fails=worst > _SPLIT[precision], advice=advice)
+    found = f"{told[0]} in one micro-batch, {told[1]} in {len(parts)}"
+    advice = f"the gradient would depend on {option}: a loss of your own must be a weighted sum over tokens"
+    return judge("splits change nothing", found, fails=not worst <= _SPLIT[precision], advice=advice)
 
 
-async def _compute(backend: TrainingBackend, batch: TrainBatch) -> Tensor:
-    return await submit_forward(backend, batch, select_log_probs, max_tokens_per_microbatch=2 * _MOST_ROW).result()
+async def _compute(backend: TrainingBackend, batch: TrainBatch, output_fn: OutputFn = select_log_probs) -> Tensor:
+    return await submit_forward(backend, batch, output_fn, max_tokens_per_microbatch=2 * _MOST_ROW).result()
 
 
 def _disturb(weight: Tensor, generator: torch.Generator) -> Tensor:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -20,25 +21,31 @@ _CLOCKED = ("_s", "per_second")  # ends of the names of metrics that measure tim
 _STEPS = 3
 
 
+REWARD_MODEL = "reward_model"
+"""Name of the training of a reward model, beside those of the modes of `rollouts train`."""
+
+
 def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding:
     """Run three steps of a mode twice, once killed after the second and resumed, and compare every number of their lines.
 
     Args:
         argv: options of the run.
+        mode: mode of `rollouts train`, or REWARD_MODEL.
         timeout_s: seconds for each of the three processes.
     """
-    name = "resume"
-    stage = mode.rpartition("+")[2]  # the last one
-    small = shorten(mode)
+    name, small = "resume", shorten(mode)
+    is_scorer = mode == REWARD_MODEL
+    place = Path("checkpoints" if is_scorer else f"{mode.rpartition('+')[2]}/checkpoints")  # the last stage has them
+    run = partial(run_shortly, program="integration.train_reward_model" if is_scorer else "integration.train")
     with TemporaryDirectory(prefix="rollouts-doctor-") as directory:
         whole, killed = Path(directory) / "whole", Path(directory) / "killed"
         try:
             for path, kill in ((whole, False), (killed, True)):
-                error = run_shortly([*argv, *small, "--output-dir", str(path)], path / stage / "checkpoints" if kill else None, timeout_s)
+                error = run([*argv, *small, "--output-dir", str(path)], path / place if kill else None, timeout_s)
                 if error:
                     found = f"three steps could not be run: {error}"
                     return judge(name, found, fails=True, advice="start the run itself: it says what is wrong")
-            error = run_shortly([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
+            error = run([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
         except subprocess.TimeoutExpired:
             return skip(
                 name, f"three steps take longer than {timeout_s:.0f} s here; --resume-timeout-s allows more, 0 leaves this check out"
@@ -54,6 +61,8 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
 
 def shorten(mode: str) -> list[str]:
     """Return the options that make a run one of three steps that tells nobody: no logger hears of it, and nothing is published."""
+    if mode == REWARD_MODEL:
+        return ["--quiet", "--training.num-steps", str(_STEPS), "--training.checkpoint-every", "1", "--loggers"]
     small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
     small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1"]
     small += ["--preference.num-steps", str(_STEPS), "--preference.checkpoint-every", "1"] if "dpo" in mode else []
@@ -76,10 +85,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def run_shortly(argv: Sequence[str], kill_at: Path | None, timeout_s: float) -> str:
-    """Run the command. kill_at: directory of checkpoints, at whose second the process is killed. Returns its last words if it failed."""
+def run_shortly(argv: Sequence[str], kill_at: Path | None, timeout_s: float, *, program: str = "integration.train") -> str:
+    """Run a command. kill_at: directory of checkpoints, at whose second the process is killed. Returns its last words if it failed."""
     with TemporaryFile("w+", encoding="utf-8", errors="replace") as said:  # a pipe that nobody reads would stop a run that says much
-        process = subprocess.Popen([sys.executable, "-m", "integration.train", *argv], stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen([sys.executable, "-m", program, *argv], stdout=subprocess.DEVNULL, stderr=said)
         deadline = time.monotonic() + timeout_s
         try:
             while process.poll() is None:

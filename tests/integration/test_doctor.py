@@ -33,6 +33,7 @@ from integration.doctor.resume import compare_lines, run_shortly, shorten
 from integration.doctor.rewards import check_reward
 from integration.doctor.texts import check_end, check_masks, check_pairs, check_template, check_tokenizer
 from integration.settings.command_line import parse_command_line
+from integration.train_reward_model import parse
 from rollouts.backends.factory import create_backend_with_scheduler
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import prepare_sft_sample
@@ -469,7 +470,8 @@ def test_options_that_cannot_be_used_are_told(capsys: pytest.CaptureFixture[str]
 
 def test_the_page_names_each_check_and_its_command_is_understood():
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
-    (command,) = re.findall(r"^rollouts doctor (.*)$", page, re.MULTILINE)
+    command, scorer = re.findall(r"^rollouts doctor (.*)$", page, re.MULTILINE)
+    assert parse(shlex.split(scorer)[1:]).config.data.path == "pairs.jsonl"
     options, rest = split_options(shlex.split(command))
     assert options.rows == 8 and parse_command_line(rest).config.reward.function == "rewards.py:my_reward"
     named = "tokenizer, chat template, loss masks, end of answers, reward leaks, loss on the data, trainer log-probs, log-probs repeat"

@@ -48,7 +48,7 @@ OPTIONS = {
     *list_names(RewardModelConfig),
     *(option for options in read_programs().values() for option in options),  # as the helps of all programs have them
     *list_names(simulate._Arguments, flat=True),
-    *(spell_option(field.name) for module in (command_line, train_reward_model) for field in fields(module._Arguments)),
+    *(spell_option(field.name) for kind in (command_line._Arguments, train_reward_model.Arguments) for field in fields(kind)),
     *("--environment", "--help", "--help-all", "--picture", "--version"),
 }
 
