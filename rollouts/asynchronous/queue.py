@@ -53,10 +53,9 @@ def find_oldest_version(group: Group, *, begun: int, newest: int) -> int:
     """
     found: list[int] = []
     for sample in select_trainable(group):
-        is_trained = [mask > 0 for mask in sample.loss_mask]
-        if any(is_trained):
-            versions = set(compress(sample.weight_versions or (), is_trained))
-            found.append(min((version for version in versions if version >= 0), default=begun))
+        if any(sample.loss_mask):
+            versions = set(compress(sample.weight_versions or (), sample.loss_mask))
+            found.append(min([version for version in versions if version >= 0], default=begun))
     return min(found, default=newest)
 
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from rollouts.checks import describe_function, is_finite, require_flag, show_value
@@ -288,7 +288,7 @@ def forget_turn_rewards(sample: Sample) -> Sample:
 
 def select_trainable(group: Group) -> Group:
     """Return the samples of a group that are to be trained on, without baselines, which only count in its statistics."""
-    return tuple(sample for sample in group if sample.trainable)
+    return tuple([sample for sample in group if sample.trainable])  # no generator: it would cost as much again
 
 
 def passes_filter(group: Group, filter_fn: FilterFn | None) -> bool:
@@ -391,8 +391,10 @@ def check_versions(samples: Iterable[Sample], newest_version: int) -> None:
 
 def count_token_ages(samples: Iterable[Sample], current_version: int) -> dict[int, int]:
     """Return a mapping from versions behind to the number of trained tokens of that age, in the order of age."""
-    ages = Counter(current_version - version for sample in samples for version in find_trained_versions(sample))
-    return dict(sorted(ages.items()))
+    versions = Counter[int]()
+    for sample in samples:
+        versions.update(find_trained_versions(sample))
+    return {current_version - version: n for version, n in sorted(versions.items(), reverse=True)}
 
 
 def find_trained_versions(sample: Sample) -> list[int]:
@@ -400,4 +402,4 @@ def find_trained_versions(sample: Sample) -> list[int]:
     assert sample.weight_versions is not None, f"{describe_sample(sample)} has no weight_versions"
     if not sample.trainable:  # a baseline may be of any age: only its reward is used
         return []
-    return [version for version, mask in zip(sample.weight_versions, sample.loss_mask, strict=True) if mask > 0 and version >= 0]
+    return [version for version in compress(sample.weight_versions, sample.loss_mask) if version >= 0]
