@@ -92,7 +92,7 @@ class CommandLine:
 class _Arguments:
     """Train a language model: supervised fine-tuning, reinforcement learning, or one after the other."""
 
-    config: Annotated[Config, tyro.conf.arg(name="")]
+    config: Annotated[Config, tyro.conf.arg(name="", help="All settings of a run.")]
     mode: str | None = None
     """stages to run: sft, rl, sft+rl, dpo (training on preferences) or sft+dpo; None = sft+rl, or the mode of a resumed run"""
     resume: bool = False

@@ -43,6 +43,7 @@ from integration.settings.sections import (
     SFTSection,
     TeacherSection,
     TrajectorySection,
+    describe_section,
 )
 from integration.settings.segment_wise import OPTION, SWITCH, derive_algorithm_call, resolve_async_config
 from rollouts.agents.config import EpisodeConfig
@@ -95,28 +96,28 @@ class Config:
     # compute the same bits on a CPU whatever its maker: model.kernels auto means torch, as in versions without that setting
     deterministic: bool = False
     enable_segment_wise_ppo: bool = False  # compute a proximal policy for each token of asynchronous rollouts; wraps the algorithm
-    model: ModelSection = field(default_factory=ModelSection)
-    data: DataSection = field(default_factory=DataSection)
-    sft: SFTSection = field(default_factory=SFTSection)
-    rl: RLSection = field(default_factory=RLSection)
-    preference: PreferenceSection = field(default_factory=PreferenceSection)
-    reference: ReferenceSection = field(default_factory=ReferenceSection)
-    teacher: TeacherSection = field(default_factory=TeacherSection)
-    critic: CriticSection = field(default_factory=CriticSection)
-    generation: GenerationSection = field(default_factory=GenerationSection)
-    episode: EpisodeSection = field(default_factory=EpisodeSection)
-    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
-    agent: AgentSection = field(default_factory=AgentSection)
-    reward: RewardSection = field(default_factory=RewardSection)
-    backend: BackendSection = field(default_factory=BackendSection)
-    lora: LoRASection = field(default_factory=LoRASection)
-    engine: EngineSection = field(default_factory=EngineSection)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
-    trajectories: TrajectorySection = field(default_factory=TrajectorySection)
-    profile: ProfileSection = field(default_factory=ProfileSection)
-    on_bad: BadNumbers = field(default_factory=BadNumbers)
-    hardware: HardwareSection = field(default_factory=HardwareSection)
+    model: ModelSection = field(default_factory=ModelSection, metadata=describe_section(ModelSection))
+    data: DataSection = field(default_factory=DataSection, metadata=describe_section(DataSection))
+    sft: SFTSection = field(default_factory=SFTSection, metadata=describe_section(SFTSection))
+    rl: RLSection = field(default_factory=RLSection, metadata=describe_section(RLSection))
+    preference: PreferenceSection = field(default_factory=PreferenceSection, metadata=describe_section(PreferenceSection))
+    reference: ReferenceSection = field(default_factory=ReferenceSection, metadata=describe_section(ReferenceSection))
+    teacher: TeacherSection = field(default_factory=TeacherSection, metadata=describe_section(TeacherSection))
+    critic: CriticSection = field(default_factory=CriticSection, metadata=describe_section(CriticSection))
+    generation: GenerationSection = field(default_factory=GenerationSection, metadata=describe_section(GenerationSection))
+    episode: EpisodeSection = field(default_factory=EpisodeSection, metadata=describe_section(EpisodeSection))
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection, metadata=describe_section(EnvironmentSection))
+    agent: AgentSection = field(default_factory=AgentSection, metadata=describe_section(AgentSection))
+    reward: RewardSection = field(default_factory=RewardSection, metadata=describe_section(RewardSection))
+    backend: BackendSection = field(default_factory=BackendSection, metadata=describe_section(BackendSection))
+    lora: LoRASection = field(default_factory=LoRASection, metadata=describe_section(LoRASection))
+    engine: EngineSection = field(default_factory=EngineSection, metadata=describe_section(EngineSection))
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=describe_section(CheckpointConfig))
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection, metadata=describe_section(EvaluationSection))
+    trajectories: TrajectorySection = field(default_factory=TrajectorySection, metadata=describe_section(TrajectorySection))
+    profile: ProfileSection = field(default_factory=ProfileSection, metadata=describe_section(ProfileSection))
+    on_bad: BadNumbers = field(default_factory=BadNumbers, metadata=describe_section(BadNumbers))
+    hardware: HardwareSection = field(default_factory=HardwareSection, metadata=describe_section(HardwareSection))
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:

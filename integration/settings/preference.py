@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
+from integration.settings.sections import describe_section
 from rollouts.config import OptimizerConfig, check_count, check_flags, check_not_negative, check_positive, check_setting
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
@@ -49,7 +50,8 @@ class PreferenceSection:
     max_tokens_per_microbatch: int = 16384  # maximum tokens of one forward and backward pass, padding excluded; bounds memory only
     dropout: bool = False  # apply the dropout of the model's configuration and lora.dropout; makes log-ratios noisy
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(lr=2e-4, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0)
+        default_factory=lambda: OptimizerConfig(lr=2e-4, warmup_steps=10, schedule="linear", min_lr_ratio=0.1, weight_decay=0.0),
+        metadata=describe_section(OptimizerConfig),
     )
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from dataclasses import dataclass, field, fields
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 SELF_MADE_TASKS = ("sort", "sort-long", "grid_world", "calculator")  # tasks that generate their own problems
 BACKEND_KINDS = ("pytorch", "fsdp", "torch_func", "jax")
 ENGINE_KINDS = ("inprocess", "vllm", "sglang")
+
+
+def describe_section(section: type | str) -> dict[str, str]:
+    """Return the metadata of a field with a section: its help, which tyro would else look for in the source at every start.
+
+    Args:
+        section: the class whose docstring is the help, or the help.
+    """
+    return {"help": section if isinstance(section, str) else inspect.cleandoc(section.__doc__ or "")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +122,8 @@ class SFTSection:
     dropout: bool = True  # apply the dropout of the model's configuration and lora.dropout; False = no dropout
     router_balance_coef: float = 0.0  # coefficient of the load-balancing loss of a mixture of experts; 0 = none
     optimizer: OptimizerConfig = field(
-        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01)
+        default_factory=lambda: OptimizerConfig(lr=2e-3, warmup_steps=20, schedule="linear", min_lr_ratio=0.05, weight_decay=0.01),
+        metadata=describe_section(OptimizerConfig),
     )
 
     def __post_init__(self) -> None:
@@ -138,7 +149,7 @@ class RLSection:
     num_epochs: int = 1  # passes over each rollout batch
     num_minibatches: int = 2  # optimizer steps per pass; divides prompts_per_step * samples_per_prompt
     algorithm: str = "grpo"  # preset expression such as grpo or dapo(clip_high=0.28), or module:function that returns an Algorithm
-    kl_control: KLControlSection = field(default_factory=KLControlSection)
+    kl_control: KLControlSection = field(default_factory=KLControlSection, metadata=describe_section(KLControlSection))
     baseline: float | None = None  # constant baseline: advantages = rewards - baseline; None = the algorithm's advantages
     mask_truncated: bool = False  # do not train on responses cut by the token budget; their rewards still count in their groups
     overlong_buffer: int = 0  # last tokens of the budget over which a penalty for long responses grows (DAPO); 0 = no penalty
@@ -149,7 +160,7 @@ class RLSection:
     over_sampling_factor: float = 1.0  # groups in flight per group wanted; at least 1
     max_filter_attempts: int = 10  # maximum rounds of generation per batch
     sync_every: int = 1  # steps between two weight syncs
-    asynchronous: AsyncConfig = field(default_factory=AsyncConfig)  # rollouts generated during training
+    asynchronous: AsyncConfig = field(default_factory=AsyncConfig, metadata=describe_section("rollouts generated during training"))
     # source of the segment log-probs of segment-wise PPO: trainer = same numerics as the loss; engines = no extra trainer time, but the
     # engines' rounding
     segment_scores: Literal["trainer", "engines"] = "trainer"
@@ -164,7 +175,9 @@ class RLSection:
     # train a mixture of experts with the experts that the engine chose for each token (R3) instead of the trainer's own choice; embedded
     # engine
     router_replay: bool = False
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-4))  # AdamW, gradient clipping and the schedule of lr
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(lr=1e-4), metadata=describe_section("AdamW, gradient clipping and the schedule of lr")
+    )
 
     def __post_init__(self) -> None:
         check_positive(self, "prompts_per_step", "samples_per_prompt", "num_minibatches", "max_filter_attempts")
@@ -304,7 +317,7 @@ class CriticSection:
     path: str | None = None  # directory of a saved critic or a language model; None = the policy at the start of RL
     warmup_steps: int = 0  # initial RL steps that train only the critic
     value_clip: float | None = 0.2  # maximum change of values since collection, in reward units; None = no clipping
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3), metadata=describe_section(OptimizerConfig))
 
     def __post_init__(self) -> None:
         check_count(self, "warmup_steps")
@@ -380,7 +393,9 @@ class BackendSection:
     # processes of fsdp; None = those torchrun started, else one per GPU that no launched server needs, or 1
     num_processes: int | None = None
     timeout_s: float = 600.0  # seconds to wait for one collective operation of fsdp
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)  # sharding of the model over processes (backend.kind fsdp)
+    fsdp: FSDPConfig = field(
+        default_factory=FSDPConfig, metadata=describe_section("sharding of the model over processes (backend.kind fsdp)")
+    )
     # dtype of matrix products, float32 or bfloat16; weights and log-probs stay float32; auto = bfloat16 on a CUDA GPU that has it, else
     # float32
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -518,7 +533,9 @@ class EngineSection:
     startup_timeout_s: float = 900.0  # seconds to wait for a launched server to become healthy
     generate_timeout_s: float = 3600.0  # seconds to wait for the answer of a server to one request of rollouts
     sync_timeout_s: float = 600.0  # seconds to wait for a server to load new weights
-    deadlines: DeadlinesSection = field(default_factory=DeadlinesSection)  # seconds to wait for everything else that a server does
+    deadlines: DeadlinesSection = field(
+        default_factory=DeadlinesSection, metadata=describe_section("seconds to wait for everything else that a server does")
+    )
     extra_args: tuple[str, ...] = ()  # further arguments of the launched server; write --engine.extra-args=--flag=value
     # rows of each batch on which engine and trainer log-probs are compared; None = 8 for servers, 0 for the embedded engine
     parity_rows: int | None = None

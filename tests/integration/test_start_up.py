@@ -53,6 +53,20 @@ def test_help_and_mistakes_in_options_import_nothing_heavy(arguments: tuple[str,
     assert list_heavy_imports(*arguments) == []
 
 
+SHOW_SEARCHES = """
+import inspect
+from integration.settings.command_line import parse_command_line
+search = inspect.getsource
+inspect.getsource = lambda thing: print(thing) or search(thing)
+parse_command_line(["--rl.num-steps", "7"])
+"""
+
+
+def test_options_are_parsed_without_a_search_for_help_texts_in_the_source():
+    done = subprocess.run([sys.executable, "-c", SHOW_SEARCHES], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "", "sections whose field has no metadata with a help, see describe_section"
+
+
 PROCESS = f"""
 import sys, time
 from integration.command import main
