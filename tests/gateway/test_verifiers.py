@@ -108,7 +108,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "products.py").write_text(textwrap.dedent(PRODUCTS))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for name in ("sums", "products"):
+    for name in ("sums", "products", "stuck"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -127,11 +127,10 @@ def multiply(prompt, seed):
     return (*encode(TOKENIZER, results[-1].split("<")[0] if results else call), TOKENIZER.convert_tokens_to_ids("<|im_end|>"))
 
 
-def create(environment, engine, tokenizer=CHAR_TOKENIZER, **config):
+def create(environment, engine, tokenizer=CHAR_TOKENIZER, start_s=300.0, **config):
     settings = AgentConfig(timeout_s=100, **config)
-    return create_agent_generate_fn(
-        create_verifiers_agent(environment), [engine], tokenizer, SamplingParams(max_tokens=200), config=settings
-    )
+    play = create_verifiers_agent(environment, start_s=start_s)
+    return create_agent_generate_fn(play, [engine], tokenizer, SamplingParams(max_tokens=200), config=settings)
 
 
 def list_loops():
@@ -234,6 +233,75 @@ async def test_a_run_that_is_cancelled_is_cancelled_in_verifiers_and_leaves_no_t
             nursery.cancel_scope.cancel()
     assert (environments / "ended").exists()
     assert not list_loops()
+
+
+def write_stuck_environment(folder: Path, wait: str) -> dict[str, object]:
+    """An environment that notes its start, waits, and notes the end of its wait."""
+    begin = "import asyncio, time\nfrom pathlib import Path\nimport verifiers.v1 as vf\nfrom sums import SumsHarness, SumsTaskset\n"
+    env = f"""
+    __all__ = ["SumsHarness", "SumsTaskset", "Stuck"]
+    FOLDER = Path({str(folder)!r})
+
+    class StuckConfig(vf.EnvConfig):
+        solver: vf.AgentConfig = vf.AgentConfig()
+
+    class Stuck(vf.Env[StuckConfig]):
+        async def start(self):
+            with (FOLDER / "starts").open("a") as file:
+                file.write("begun ")
+            try:
+                {wait}
+            finally:
+                (FOLDER / "ended").touch()
+
+        async def run(self, task, agents): ...
+    """
+    (folder / "stuck.py").write_text(begin + textwrap.dedent(env))
+    return {"taskset": {"id": "stuck"}, "solver": SUBPROCESS}
+
+
+async def wait_for_loops():
+    """Wait until the threads of verifiers have ended."""
+    with trio.fail_after(60):
+        while list_loops():
+            await trio.sleep(0.01)
+
+
+@needs.VERIFIERS
+@pytest.mark.slow
+async def test_an_environment_that_never_starts_fails_the_runs_that_wait_for_it_once(environments: Path):
+    stuck = write_stuck_environment(environments, "await asyncio.sleep(3600)")
+    (prompt,) = load_verifiers_prompts(SUMS, 1)
+    with pytest.raises(AgentFault, match=r"'stuck'.*of verifiers did not start within 0.5 s \(start_s of create_verifiers_agent\)"):
+        await create(stuck, LedgerEngine(add), start_s=0.5)(prompt, 1)
+    await wait_for_loops()
+    assert (environments / "ended").exists(), "its start was not cancelled"
+    (environments / "starts").unlink()
+    with trio.fail_after(60):
+        group = await create(stuck, LedgerEngine(add), start_s=0.5, on_error="drop")(prompt, 8)
+    assert {sample.status for sample in group} == {Status.FAILED}
+    assert (environments / "starts").read_text() == "begun ", "one start for all that waited"
+    await wait_for_loops()
+    with pytest.raises(ConfigError, match=r"create_verifiers_agent\(start_s=...\) is 0, expected seconds above 0, or None for no limit"):
+        create_verifiers_agent(SUMS, start_s=0)
+
+
+@needs.VERIFIERS
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", ["await asyncio.sleep(3600)", "while not (FOLDER / 'released').exists(): time.sleep(0.01)"])
+async def test_a_start_is_given_up_with_its_run_and_is_closed_when_it_ends(environments: Path, wait: str, caplog):
+    stuck = write_stuck_environment(environments, wait)
+    (prompt,) = load_verifiers_prompts(SUMS, 1)
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(create(stuck, LedgerEngine(add), start_s=None), prompt, 1)
+            while not (environments / "starts").exists():
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    assert ("blocks its event loop and is left behind" in caplog.text) == wait.startswith("while")
+    (environments / "released").touch()
+    await wait_for_loops()
+    assert (environments / "ended").exists()
 
 
 @needs.VERIFIERS

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
+import threading
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
 
+from rollouts.config import check_setting
+from rollouts.config_files import is_number
 from rollouts.errors import ConfigError, EpisodeError, make_safe, redact
 from rollouts.gateway.agent_runs import AgentFunction, AgentTask
 from rollouts.types import Prompt
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
 
 _END_S = 30.0  # for episodes and servers to end, once they are told to
+_NOTICE_S = 1.0  # for the event loop of a start to notice that it is given up
 _MAX_REASON_CHARS = 2000
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ def load_verifiers_prompts(environment: str | Mapping[str, Any], num: int | None
     return prompts
 
 
-def create_verifiers_agent(environment: str | Mapping[str, Any]) -> AgentFunction:
+def create_verifiers_agent(environment: str | Mapping[str, Any], *, start_s: float | None = 300.0) -> AgentFunction:
     """Create the agent that plays the episodes of an environment of verifiers, for create_agent_generate_fn or --agent.function.
 
     An episode's sample has what the environment's one seat without a client of its own sampled, and the reward of its trace. Runs at the
@@ -62,6 +67,8 @@ def create_verifiers_agent(environment: str | Mapping[str, Any]) -> AgentFunctio
     Args:
         environment: id of a taskset, or the `env` block of a configuration of verifiers as a mapping. Seats with a `client`, such as
             a judge's, use that.
+        start_s: seconds for the start of its servers, before the first of the runs that share them; a start that takes longer is
+            cancelled, and fails these runs (EpisodeError). None = no limit.
 
     Raises: ConfigError if the environment cannot be loaded, has other than one seat for the policy, or is to retry episodes itself.
     """
@@ -78,7 +85,9 @@ def create_verifiers_agent(environment: str | Mapping[str, Any]) -> AgentFunctio
             f"{env.config.env_id} is to retry episodes, whose attempts would be one sample: leave retries out, and use on_error='retry' "
             "(--agent.on-error retry)"
         )
-    shared = _Shared(environment)
+    good = start_s is None or (is_number(start_s) and start_s > 0)
+    check_setting(good, "create_verifiers_agent(start_s=...)", start_s, "seconds above 0, or None for no limit")
+    shared = _Shared(environment, start_s)
 
     async def play_verifiers(task: AgentTask) -> dict[str, Any]:
         """Play an episode. Returns its reward, and the parts of the reward as the reason."""
@@ -123,17 +132,22 @@ class _Shared:
     """Thread, event loop and servers of an environment, open while there are runs: verifiers has locks that belong to one loop."""
 
     environment: str | Mapping[str, Any]
+    start_s: float | None
     lock: trio.Lock = field(default_factory=trio.Lock)
     num_runs: int = 0
+    num_late: int = 0  # starts that were given up at their deadline
     stack: ExitStack = field(default_factory=ExitStack)
     opened: Any = None  # (portal into the loop, environment that is served in it)
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[tuple[BlockingPortal, Any]]:
-        """Open them for a run, or join those of other runs."""
+        """Open them for a run, or join those of other runs. Raises EpisodeError if they do not start in time."""
+        num_late = self.num_late
         async with self.lock:
+            if self.num_late > num_late:
+                raise self._late()  # not once more for each of the runs that have waited for the same start
             if self.num_runs == 0:
-                self.opened = await trio.to_thread.run_sync(self._start)
+                await self._start()
             self.num_runs += 1
         try:
             yield self.opened
@@ -143,20 +157,88 @@ class _Shared:
                     self.num_runs -= 1
                     if self.num_runs == 0:
                         self.opened = None
-                        with trio.move_on_after(_END_S) as late:
-                            await trio.to_thread.run_sync(self.stack.close, abandon_on_cancel=True)
-                        if late.cancelled_caught:
-                            _logger.warning("an episode of verifiers did not end within %g s and is left behind in its thread", _END_S)
+                        await _close(self.stack)
 
-    def _start(self) -> tuple[BlockingPortal, Any]:
+    async def _start(self) -> None:
+        start = _Start(self.environment)
+        with trio.move_on_after(math.inf if self.start_s is None else self.start_s) as scope:
+            try:
+                self.stack, *opened = await trio.to_thread.run_sync(start.run, abandon_on_cancel=True)
+            except trio.Cancelled:
+                await _give_up(start)
+                raise
+            self.opened = tuple(opened)
+        if scope.cancelled_caught:
+            self.num_late += 1
+            raise self._late()
+
+    def _late(self) -> EpisodeError:
+        return EpisodeError(
+            f"the environment {self.environment!r:.300} of verifiers did not start within {self.start_s:g} s (start_s of "
+            "create_verifiers_agent): look what its servers and its runtime wait for, or give it more time"
+        )
+
+
+class _Start:
+    """Start of an environment in a thread of its own, which can be given up: what it has opened is then closed there."""
+
+    def __init__(self, environment: str | Mapping[str, Any]) -> None:
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._portal: BlockingPortal | None = None
+        self._stack: ExitStack | None = None
+
+    def run(self) -> tuple[ExitStack, BlockingPortal, Any]:
+        """Return what closes it, the portal into its loop, and the environment that is served there."""
         from anyio.from_thread import start_blocking_portal
 
         with ExitStack() as stack:
             portal = stack.enter_context(start_blocking_portal("asyncio"))
-            env = portal.call(_load, self.environment)
+            with self._lock:
+                self._check()
+                self._portal = portal
+            env = portal.call(_load, self._environment)
             stack.enter_context(portal.wrap_async_context_manager(env.serving()))
-            self.stack = stack.pop_all()
-            return portal, env
+            with self._lock:
+                self._check()
+                self._stack = stack.pop_all()
+            return self._stack, portal, env
+
+    def give_up(self) -> ExitStack | None:
+        """Cancel the start, and wait until its loop knows: for ever, if code of the environment blocks the loop.
+
+        Returns: what closes the environment, if it has started after all.
+        """
+        with self._lock:
+            self._is_given_up = True
+            if self._stack is None and self._portal is not None:
+                with suppress(RuntimeError):  # the loop has ended
+                    self._portal.start_task_soon(self._portal.stop, True)
+            return self._stack
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise EpisodeError("the start was given up")
+
+
+async def _give_up(start: _Start) -> None:
+    """Cancel a start, whatever is cancelled; one whose code blocks its loop is left behind, and closed when that ends."""
+    with trio.move_on_after(_NOTICE_S, shield=True) as late:
+        stack = await trio.to_thread.run_sync(start.give_up, abandon_on_cancel=True)
+        if stack is not None:
+            late.deadline = math.inf
+            await _close(stack)
+    if late.cancelled_caught:
+        _logger.warning("the start of an environment of verifiers blocks its event loop and is left behind in its thread")
+
+
+async def _close(stack: ExitStack) -> None:
+    """Close an environment with its loop and thread, in time and whatever is cancelled, or leave them behind."""
+    with trio.move_on_after(_END_S, shield=True) as late:
+        await trio.to_thread.run_sync(stack.close, abandon_on_cancel=True)
+    if late.cancelled_caught:
+        _logger.warning("an episode of verifiers did not end within %g s and is left behind in its thread", _END_S)
 
 
 async def _call(portal: BlockingPortal, function: Any) -> Any:
