@@ -76,6 +76,9 @@ OWN_DATA_RESPONSE_TOKENS = 512  # default token budget of a response to the user
 LARGEST_CONTEXT = 4096  # largest default context of the built-in model, in tokens
 CONTEXT_TOKENS = 128  # default context of the built-in model for tasks with a single turn, in tokens
 
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Numbers in a head of attention that vLLM 0.32.0 computes on a CPU; others end the server at its first request."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -139,6 +142,7 @@ class Config:
 
             parse_loggers(self.loggers)
         check_router_replay(self)
+        check_head_size(self)
         check_cuda_graphs(self)
         check_episode_sections(self.task, self.episode, self.environment)
         check_agent(self.task, self.agent)
@@ -393,6 +397,22 @@ def check_router_replay(config: Config) -> None:
         )
     if config.backend.kind == "jax":
         raise ConfigError("rl.router_replay is True, but backend.kind 'jax' computes no mixture of experts: leave it out")
+
+
+def check_head_size(config: Config) -> None:
+    """Raise ConfigError for a built-in model whose attention a vLLM server that this run launches on a CPU would end at."""
+    section = config.model
+    if section.path is not None or config.engine.kind != "vllm" or not config.engine.launch:
+        return
+    from rollouts.models.loading import find_device_name
+
+    size = section.hidden_size // section.num_heads
+    if size not in VLLM_CPU_HEAD_SIZES and find_device_name(section.device) == "cpu":
+        raise ConfigError(
+            f"model.hidden_size is {section.hidden_size} and model.num_heads {section.num_heads}, so a head has {size} numbers, but vLLM "
+            f"on a CPU computes heads of {', '.join(map(str, VLLM_CPU_HEAD_SIZES))}: set --model.hidden-size "
+            f"{VLLM_CPU_HEAD_SIZES[0] * section.num_heads}, or use the embedded engine (--engine.kind inprocess)"
+        )
 
 
 def check_truncated_sampling(config: Config) -> None:

@@ -203,6 +203,15 @@ def test_settings_that_do_not_fit_together_are_refused(settings, message):
         EngineSection(**settings)
 
 
+def test_heads_that_vllm_does_not_compute_on_a_cpu_are_refused_where_a_run_launches_it_there():
+    launched = EngineSection(kind="vllm", launch=True)
+    with pytest.raises(ConfigError, match=r"model.num_heads 4, so a head has 24 numbers.*set --model.hidden-size 128, or"):
+        Config(model=ModelSection(hidden_size=96), engine=launched)
+    Config(model=ModelSection(hidden_size=128), engine=launched)
+    for engine in (EngineSection(), EngineSection(kind="vllm", urls=("http://h:1",)), EngineSection(kind="sglang", launch=True)):
+        Config(model=ModelSection(hidden_size=96), engine=engine)
+
+
 def test_servers_are_compared_with_the_trainer_and_the_embedded_engine_is_on_request():
     server, embedded = EngineSection(kind="vllm", launch=True), EngineSection()
     assert server.parity() == ParityConfig(num_rows=8)
