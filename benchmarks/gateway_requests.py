@@ -1,9 +1,10 @@
 """Requests of a gateway per processor second of its process, over an engine that answers at once, with many sessions in flight.
 
-    python -m benchmarks.gateway_requests [--in-flight 100 1000 2000] [--requests 4000] [--repeats 3] [--history 32768] [--output FILE.json]
+    python -m benchmarks.gateway_requests [--in-flight 100 1000 2000] [--requests 16000] [--repeats 3] [--history 32768] [--output FILE]
 
-The server is a process of its own; only its processor time counts. Each session has a connection and is a conversation of TURNS requests
-for chat completions, which goes on behind its answers; then another one begins. aiohttp.web is measured, too, where it is installed: a
+The server is a process of its own; only its processor time counts. A session is a conversation of TURNS requests for chat completions,
+which goes on behind its answers. Each connection has SESSIONS sessions, one after the other, and is then followed by another connection:
+whatever the number in flight, there are as many requests, sessions and connections. aiohttp.web is measured, too, where it is installed: a
 handler that reads the same JSON, asks the same engine for the same tokens and writes the same answer, without template, tokenizer and
 recording. The last figure is the time that recording adds to a turn behind a long history: planning the prompt, choosing its seed,
 recording the answer, finding it again.
@@ -35,7 +36,8 @@ from rollouts.gateway.sessions import Session, plan_messages
 from rollouts.testing import FakeEngine
 from rollouts.types import Completion, Message, SamplingParams
 
-TURNS = 4
+TURNS = 4  # requests of a session
+SESSIONS = 2  # of a connection
 ANSWER = "the answer"
 GATEWAY, AIOHTTP = "gateway", "aiohttp"
 
@@ -139,13 +141,18 @@ async def post(stream: trio.SocketStream, path: str, body: bytes) -> bytes:
     return answer
 
 
-async def ask(port: int, in_flight: int, times: int, name: str) -> None:
-    """Hold a number of sessions at once, each of `times` requests."""
+async def ask(port: int, in_flight: int, num_connections: int, name: str) -> None:
+    """Hold a number of sessions at once, over this many connections in all."""
+    numbers = iter(range(num_connections))
 
-    async def talk(number: int) -> None:
+    async def talk() -> None:
+        for number in numbers:
+            await use_connection(number)
+
+    async def use_connection(number: int) -> None:
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         messages: list[dict[str, str]] = []
-        for k in range(times):
+        for k in range(SESSIONS * TURNS):
             if k % TURNS == 0:
                 messages = []
             messages.append({"role": "user", "content": f"question {k}"})
@@ -156,23 +163,24 @@ async def ask(port: int, in_flight: int, times: int, name: str) -> None:
         await stream.aclose()
 
     async with trio.open_nursery() as nursery:
-        for number in range(in_flight):
-            nursery.start_soon(talk, number)
+        for _ in range(in_flight):
+            nursery.start_soon(talk)
 
 
 def measure(kind: str, in_flight: int, requests: int) -> float:
     """Measure requests per processor second of a server's process."""
     with run_server(kind) as (port, pid):
-        trio.run(ask, port, min(in_flight, 100), TURNS, "warm")
-        before, times = processor_seconds(pid), max(TURNS, requests // in_flight)
-        trio.run(ask, port, in_flight, times, "asked")
-        return in_flight * times / max(0.01, processor_seconds(pid) - before)  # the system counts in hundredths
+        trio.run(ask, port, 50, 100, "warm")
+        num_connections, before = requests // (SESSIONS * TURNS), processor_seconds(pid)
+        trio.run(ask, port, in_flight, num_connections, "asked")
+        return num_connections * SESSIONS * TURNS / max(0.01, processor_seconds(pid) - before)  # the system counts in hundredths
 
 
 def compare_servers(
     in_flight: Sequence[int], requests: int, repeats: int, kinds: Sequence[str] = (GATEWAY, AIOHTTP)
 ) -> dict[str, dict[str, float]]:
-    """Return medians for each server and number in flight; servers take turns."""
+    """Return medians for each server and number in flight, of so many requests that each connection has its own; servers take turns."""
+    requests = max(requests, SESSIONS * TURNS * max(in_flight))
     rates: dict[tuple[str, int], list[float]] = {}
     for _ in range(repeats):
         for number in in_flight:
@@ -213,7 +221,7 @@ def main() -> None:
     """Parse arguments, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-flight", type=int, nargs="+", default=[100, 1000, 2000])
-    parser.add_argument("--requests", type=int, default=4000)
+    parser.add_argument("--requests", type=int, default=16000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--history", type=int, default=32768)
     parser.add_argument("--output")

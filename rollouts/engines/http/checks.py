@@ -141,8 +141,8 @@ def check_request(
         )
     if params.kept_tokens and params.truncates:
         raise EngineRequestError(
-            f"{name}: {request_id} asks for the sets that top_p, top_k and min_p leave, which are not read from a server's answers: sample "
-            "from the whole distribution, or use the engine in this process"
+            f"{name}: {request_id} asks for the sets that top_p, top_k and min_p leave, which are not read from the answers of {info.kind} "
+            f"{info.version}: sample from the whole distribution, or use the engine in this process"
         )
     return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
 
