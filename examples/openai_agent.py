@@ -1,7 +1,7 @@
 """Train an agent of the openai client, unchanged: it answers 37*12+5= with a calculator as its tool. pip install 'rollouts-rl[agents]'.
 
     python examples/openai_agent.py
-    python examples/openai_agent.py --engine.kind vllm --engine.launch --engine.python ~/envs/vllm/bin/python   # over a vLLM server
+    python examples/openai_agent.py --model.hidden-size 128 --engine.kind vllm --engine.launch --engine.python ~/envs/vllm/bin/python
 
 The model begins with random weights, learns the form of a call from demonstrations, and then, from the rewards of the agent's runs, to
 call the tool and to trust its results. The accuracy on problems that it has not seen is printed before and after. About two minutes.
