@@ -441,6 +441,19 @@ def examine(capsys: pytest.CaptureFixture[str], argv: list[str]) -> dict[str, Fi
     return {finding["check"]: Finding(**finding) for finding in json.loads(out.out)}
 
 
+def test_ids_that_the_model_has_not_are_a_finding_and_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The tokenizer of another model, in the user's own directory: the checks that a forward pass would crash in are left out."""
+    create_tiny_model(vocab_size=20).save_pretrained(tmp_path / "model")
+    create_char_tokenizer(64).save_pretrained(str(tmp_path / "model"))
+    rows = [{"prompt": f"say {k}27", "ground_truth": f"{k}27"} for k in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "reward.py").write_text("def right(sample):\n    return float(sample.response == sample.metadata['ground_truth'])\n")
+    argv = ["--mode", "rl", "--model.path", str(tmp_path / "model"), "--data.path", str(tmp_path / "rows.jsonl")]
+    found = examine(capsys, [*argv, "--reward.function", f"{tmp_path / 'reward.py'}:right"])
+    assert found["tokenizer"].status == "fail" and "but the model has 20 embeddings" in found["tokenizer"].found
+    assert found["log-probs"].status == "skip" and "trainer log-probs" not in found
+
+
 def test_the_answers_of_preferences_are_examined(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]):
     rows = [{"prompt": f"s{k}27=", "chosen": f"{k}72", "rejected": f"{k}7"} for k in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
