@@ -111,3 +111,12 @@ def test_the_report_is_served_at_a_loopback_address(tmp_path: Path):
     with Child(COMMAND, "report", tmp_path / "run", "--serve", folder=tmp_path / "report") as child:
         child.wait_for_lines(1)
         assert_loopback(find_family(child.pid))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["gateway", "tinker"])
+def test_a_server_of_a_model_listens_at_a_loopback_address(program: str, tmp_path: Path):
+    with Child(f"import os\nos.chdir({str(tmp_path)!r})\n{COMMAND}", program, folder=tmp_path / "streams") as child:
+        address = child.wait_for_lines(1)[0]
+        assert address.startswith("http://127.0.0.1:")
+        assert_loopback(find_family(child.pid))

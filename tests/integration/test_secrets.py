@@ -125,7 +125,8 @@ def test_the_default_job_leaves_no_secret_of_its_environment(tmp_path: Path):
     place, reward = tmp_path / "place", ["--reward.function", f"{tmp_path}/reward.py:fails", "--reward.on-error"]
     status, _, error = command(place / "1", "train", *small, *reward, "drop", "--output-dir", place / "run")
     assert (status, "https://***@host" in error) == (1, True), error  # every group has a sample that fails, and is dropped
-    assert command(place / "2", "train", *small, *reward, "zero", "--output-dir", place / "other")[0] == 0
+    pairs = ["--mode", "rl", "--algorithm", "online_dpo"]
+    assert command(place / "2", "train", *small, *pairs, *reward, "zero", "--output-dir", place / "other")[0] == 0
     assert command(place / "3", "report", place / "other")[0] == 0
     assert find_leaks(place) == []
 
@@ -186,7 +187,8 @@ READING = {  # of each program, arguments that name nothing; RUN is a damaged ru
     "convert": [[ADDRESS, "TARGET"], ["RUN", "TARGET"], ["RUN", ADDRESS]],
     "reward": [["--reward.function", f"{ADDRESS}:f", "--data.path", ADDRESS]],
     "simulate": [["--config", ADDRESS], ["--lengths", ADDRESS]],
-    "gateway": [[ADDRESS], ["--model.path", ADDRESS, "--model.device", ADDRESS]],
+    "gateway": [[ADDRESS], ["--model.path", ADDRESS, "--model.device", ADDRESS], ["--token-variable", ADDRESS], ["--record", ADDRESS]],
+    "tinker": [[ADDRESS], ["--model.path", ADDRESS, "--model.device", ADDRESS], ["--token-variable", ADDRESS], ["--host", ADDRESS]],
     "train-reward-model": [["--data.path", ADDRESS], ["--model.path", ADDRESS]],
 }
 
