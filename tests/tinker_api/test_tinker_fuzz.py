@@ -10,7 +10,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from recordings import read_rows
+from recordings import SESSION, read_rows
 
 from benchmarks.reliability.damage import damage
 from rollouts.errors import RolloutsError
@@ -19,7 +19,7 @@ from rollouts.testing import create_tiny_model
 from rollouts.tinker import open_tinker_server
 from rollouts.tinker.wire.messages import read_pass_request
 
-PASSES = [body for _, path, kind, body in read_rows("session") if path.endswith("/forward_backward") and "protobuf" in kind]
+PASSES = [body for _, path, kind, body in read_rows(SESSION) if path.endswith("/forward_backward") and "protobuf" in kind]
 
 
 class Drawn:
@@ -30,6 +30,10 @@ class Drawn:
 
     def below(self, number: int) -> int:
         return self._random.randrange(number)
+
+
+def test_the_passes_that_are_damaged_are_whole():
+    assert len(PASSES) > 5 and all(read_pass_request(body).problem is None for body in PASSES)
 
 
 @given(st.sampled_from(PASSES), st.randoms(use_true_random=False))
