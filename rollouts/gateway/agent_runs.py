@@ -289,11 +289,16 @@ class AgentGenerateFn:
         if session.fault is not None:
             what = f"the gateway failed at a request of the agent of {describe_sample(pending)}"
             raise AgentFault(f"{what}: {type(session.fault).__name__}: {session.fault}") from session.fault
-        return self._finish(samples, report, pending)
+        return self._finish(samples, report, pending, session.counts["num_refused"])
 
-    def _finish(self, samples: Sequence[Sample], report: _Report, pending: Sample) -> Sample:
+    def _finish(self, samples: Sequence[Sample], report: _Report, pending: Sample, num_refused: int) -> Sample:
         """Return the sample of a run with its reward. Raises AgentFault."""
         what = describe_sample(pending)
+        if not samples and num_refused:
+            raise AgentFault(
+                f"the agent of {what} sampled nothing, since its requests were refused ({num_refused}): "
+                f"{report.fault or 'it ended without an answer; the errors of its client have the reason'}"
+            )
         if not samples:
             raise AgentFault(
                 f"the agent of {what} sampled nothing: {report.fault or 'it ended without a request'}. It must send its requests to "

@@ -219,6 +219,7 @@ class Gateway:
             with refuse_faults(session):
                 return await self._reply(dialect, session, request)
         except Refusal as refusal:
+            session = session or self._sessions.get(key or "")  # one that could not be read is a request of its session all the same
             (self._counts if session is None else session.counts)["num_refused"] += 1
             return _refuse(refusal, write)
 

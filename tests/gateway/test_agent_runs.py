@@ -203,7 +203,8 @@ def test_a_gateway_of_agents_has_no_port_of_its_own():
     ("text", "message"),
     [
         ("ask([{'role': 'user', 'content': 'x'}]); sys.exit('bad luck')", "exit status 1.*bad luck"),
-        ("pass", "sampled nothing"),
+        ("pass", "sampled nothing: it reports no reward.*It must send its requests to OPENAI_BASE_URL"),
+        ("ask([])", r"sampled nothing, since its requests were refused \(1\): it ended with exit status 1"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('{\"reward\": \"much\"}')", "expected a finite number"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('9' * 400)", "expected a finite number"),
         ("ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 2 s"),
