@@ -59,7 +59,7 @@ class Workload:
     kept_tokens: int = 0  # tokens with keys and values that the embedded engine keeps for prompts that begin alike
     num_servers: int = 0  # inference servers
     reference_width: int = FLOAT  # bytes per weight of the reference
-    engine_packs: bool = False  # the embedded engine keeps packed copies of its linear weights
+    engine_packs_from: int | None = None  # the embedded engine packs linear weights of at least this many numbers; None = none
     engine_width: int = FLOAT  # bytes per number of the engine's weights, keys and values, embedded or server
     server_ranks: int = 1  # GPUs per server
     bucket_bytes: int = 0  # bytes of weights sent to servers at a time; 0 = servers read weights from disk
@@ -179,8 +179,8 @@ def _parts_of_rank_0(work: Workload) -> list[Part]:
     whole = FLOAT * work.sizes.num_parameters
     if work.embedded_slots:
         parts.append(Part("engine: weights", work.engine_width * work.sizes.num_parameters))
-        if work.engine_packs:
-            parts.append(Part("engine: packed weights", work.engine_width * work.sizes.linear_parameters))
+        if work.engine_packs_from is not None and (packed := work.sizes.count_linear_parameters(work.engine_packs_from)):
+            parts.append(Part("engine: packed weights", work.engine_width * packed))
         row_tokens = work.row_tokens if work.embedded_row_tokens is None else work.embedded_row_tokens
         cache = cache_bytes(work.sizes, tokens=work.embedded_slots * row_tokens, width=work.engine_width)
         parts.append(Part("engine: keys and values", cache))

@@ -48,10 +48,10 @@ class ModelSizes:
         """Parameters of the output layer."""
         return self.vocab_size * self.hidden_size
 
-    @property
-    def linear_parameters(self) -> int:
-        """Weights of all linear layers, the output layer with them, also where it shares those of the embedding."""
-        return self.head_parameters + sum(inputs * outputs for _, inputs, outputs in self.linear_layers)
+    def count_linear_parameters(self, least: int) -> int:
+        """Count the numbers of linear weights that have at least this many, the output layer with them, also where it is the embedding."""
+        counts = [self.head_parameters, *(inputs * outputs for _, inputs, outputs in self.linear_layers)]
+        return sum(count for count in counts if count >= least)
 
 
 def read_sizes(model_config: Any, *, trust_remote_code: bool = False) -> ModelSizes:

@@ -34,6 +34,7 @@ from integration.settings.config import Config, count_greedy_samples, count_rl_u
 from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.sections import HardwareSection
 from rollouts.models.heads import check_reward_model
+from rollouts.models.linear import LARGE_WEIGHT
 from rollouts.models.loading import find_device_name
 from rollouts.training.requirements import POLICY_COLUMNS
 
@@ -87,7 +88,7 @@ def read_workload(config: Config, stage: str, sizes: ModelSizes) -> Workload:
         gpu=device.index or 0,
         ranks_per_node=config.hardware.ranks_per_node,
         row_tokens=stage_row_tokens(config, stage),
-        engine_packs=config.kernels == "onednn",
+        engine_packs_from={"onednn": 0, "packed": LARGE_WEIGHT}.get(config.kernels),
         engine_width=4 if config.engine.precision(config.model.device) == "float32" else 2,
     )
     if stage != "rl":  # an embedded engine evaluates, whatever engine generates in the RL stage

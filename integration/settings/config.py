@@ -135,7 +135,7 @@ class Config:
         good = 0 < self.logger_timeout_s < math.inf
         check_setting(good, "logger_timeout_s", self.logger_timeout_s, "a positive number of seconds")
         check_setting(0 <= self.seed < 2**63, "Config.seed", self.seed, "a whole number from 0 to 2**63 - 1")
-        good = not self.deterministic or self.model.kernels != "onednn"
+        good = not self.deterministic or self.model.kernels in ("auto", "torch")
         check_setting(good, "model.kernels", self.model.kernels, "auto or torch with --deterministic")
         if self.loggers:
             from integration.expressions.loggers import parse_loggers

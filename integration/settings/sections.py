@@ -45,9 +45,10 @@ class ModelSection:
     path: str | None = None
     revision: str | None = None  # branch, tag or commit of a model on the hub; None = main. A run records the commit and resumes with it
     device: str = "auto"  # torch device: cpu, cuda, cuda:N, mps, or auto = cuda where torch sees a GPU, else cpu
-    # kernels of linear layers on a CPU, in training by one process and in the embedded engine: torch (its own) or onednn (in float32 about
-    # twice as fast on AMD processors with AVX-512, other last bits); auto = onednn on those, else torch; a resumed run keeps its choice
-    kernels: Literal["auto", "torch", "onednn"] = "auto"
+    # kernels of linear layers on a CPU, in training by one process and in the embedded engine: torch (its own), onednn (in float32 about
+    # twice as fast on AMD processors with AVX-512, other last bits), or packed (in the engine, oneDNN's for a second copy of weights of
+    # 2^19 numbers or more: up to a fifth faster on Intel's); auto = the faster one with AVX-512, else torch; a resumed run keeps its choice
+    kernels: Literal["auto", "torch", "onednn", "packed"] = "auto"
     trust_remote_code: bool = False  # run Python files of the model directory; only for directories you trust
     vocab_size: int = 64  # vocabulary size of the built-in model, a Qwen3 architecture over characters
     hidden_size: int = 128  # hidden size of the built-in model

@@ -33,8 +33,9 @@ def test_deterministic_keeps_torchs_kernels(choice: list[str]):
     assert Config(deterministic=True).kernels == "torch"
     assert fix_hardware(Config(deterministic=True)).model.kernels == "torch"
     assert Config(model=ModelSection(kernels="torch")).kernels == "torch"
-    with pytest.raises(ConfigError, match=r"model\.kernels is 'onednn', expected auto or torch with --deterministic"):
-        Config(deterministic=True, model=ModelSection(kernels="onednn"))
+    for kernels in ("onednn", "packed"):
+        with pytest.raises(ConfigError, match=rf"model\.kernels is '{kernels}', expected auto or torch with --deterministic"):
+            Config(deterministic=True, model=ModelSection(kernels=kernels))
 
 
 async def write_nothing(directory: Path) -> None:

@@ -85,7 +85,9 @@ def test_only_large_plain_float32_products_on_a_cpu_are_worth_it():
     ("vendor", "level", "there", "device", "expected"),
     [
         ("AuthenticAMD", True, True, "cpu", "onednn"),
-        ("GenuineIntel", True, True, "cpu", "torch"),
+        ("GenuineIntel", True, True, "cpu", "packed"),
+        ("GenuineIntel", False, True, "cpu", "torch"),
+        ("GenuineIntel", True, True, "cuda:1", "torch"),
         ("", True, True, "cpu", "torch"),
         ("AuthenticAMD", False, True, "cpu", "torch"),
         ("AuthenticAMD", True, False, "cpu", "torch"),
@@ -235,6 +237,26 @@ def test_what_was_packed_can_be_forgotten():
         layer.weight.data.mul_(2)  # not counted
         forget_packed(layer)
         close(layer(x), x @ layer.weight.t())
+
+
+@needs.onednn()
+@pytest.mark.parametrize("rows", [1, 4, 33, 512])
+def test_packed_is_for_large_weights_of_an_engine(rows: int):
+    def create() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 511))  # 2^19 numbers, and 1,024 fewer
+
+    own, trained, served, x = create(), create(), create(), torch.randn(rows, 512)
+    use_kernels(trained, "packed")
+    use_kernels(served, "packed", packs_weights=True)
+    assert [type(layer) for layer in trained] == [torch.nn.Linear] * 2
+    assert [type(layer) for layer in served] == [OneDNNLinear, torch.nn.Linear]
+    with torch.inference_mode():
+        assert torch.equal(trained(x), own(x))
+        torch.testing.assert_close(served(x), own(x), rtol=1e-5, atol=1e-5)
+        assert (getattr(served[0], "_packed", None) is not None) == (rows >= 4), "products of fewer than 2^21 multiplications are torch's"
+    use_kernels(served, "torch")
+    assert type(served[0]) is torch.nn.Linear
 
 
 @needs.onednn()
