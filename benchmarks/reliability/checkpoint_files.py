@@ -76,13 +76,17 @@ def newest_in_place(directory: Path) -> int:
     return int(told) if is_whole else 0
 
 
+def _tell_step(pipe: int, step: int) -> None:
+    os.write(pipe, step.to_bytes(4, "big"))
+
+
 def kill_in_save(directory: Path, save: Callable[[Path, Callable[[int], None]], None], after_s: float) -> int:
     """Save in a process that is killed some time after its first save. Returns the last step that it acknowledged."""
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reads)
-        save(directory, lambda step: os.write(writes, step.to_bytes(4, "big")) and None)
+        save(directory, partial(_tell_step, writes))
         os._exit(1)
     os.close(writes)
     told = os.read(reads, 4)

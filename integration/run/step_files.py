@@ -11,6 +11,7 @@ Each number occurs once, however often a run is interrupted.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from rollouts.training.rl_run import RecordUpdates, RLParts
 from rollouts.training.rollout_batch import RecordedColumns
 from rollouts.types import RolloutBatch, Sample, TrainBatch
 
+_logger = logging.getLogger(__name__)
 NUM_TABLED = 8  # samples of each step in the tables of loggers
 
 
@@ -275,10 +277,16 @@ class Ledger:
     def __init__(self, path: Path, *, finished_steps: int) -> None:
         """Truncate the file to the lines of the finished steps: an interrupted run may have written more, the last one incomplete.
 
+        Finished steps without a line are a warning: training does not need them.
+
         Raises: DataError for a damaged line among those of the finished steps.
         """
         self._path = path
         kept = _read_finished(path, finished_steps) if path.exists() else []
+        lost = finished_steps - len({entry["step"] for entry in kept})
+        if lost > 0:
+            of = f"{lost} of the {finished_steps} finished steps"
+            _logger.warning("%s has no line for %s: which prompts they had is lost, no training; the run goes on", path, of)
         replace_file(path, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def add(self, step: int, rollouts: RolloutBatch) -> None:

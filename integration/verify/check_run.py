@@ -70,7 +70,7 @@ def check_run(path: Path) -> CheckedRun:
     lines = read_lines(path / "metrics.jsonl")
     findings += check_metrics(lines, config)
     ledger = path / "rl" / "ledger.jsonl"
-    if ledger.exists():
+    if ledger.exists() or list_checkpoints(path / "rl" / "checkpoints"):
         findings.append(check_ledger(ledger, lines))
     findings += check_trajectories(path / "rl" / "trajectories")
     newest: tuple[Stage, int] | None = None  # last stage with an intact checkpoint, and its step
@@ -146,7 +146,8 @@ def check_ledger(path: Path, lines: Lines) -> Finding:
     try:
         entries = read_ledger(path)
     except (RolloutsError, OSError) as error:
-        return judge("ledger", str(error), fails=True, advice="restore it from a copy; which prompts these steps had is lost")
+        told = f"{path} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        return judge("ledger", told, fails=True, advice="restore it from a copy; which prompts these steps had is lost")
     return compare_ledger(path, entries, lines)
 
 

@@ -260,8 +260,11 @@ def finish_save(checkpoint: Path) -> None:
 
 
 def find_undeleted(checkpoint: Path) -> list[Path]:
-    """List the older checkpoints that the save of an intact one was to delete, and which are still there."""
-    manifest = cast("dict[str, Any]", parse_json((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8")))
+    """List the older checkpoints that the save of an intact one was to delete, and which are still there; none once it has gone itself."""
+    try:
+        manifest = cast("dict[str, Any]", parse_json((checkpoint / MANIFEST_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError:  # a live run has deleted it meanwhile
+        return []
     names: object = manifest.get("deletes", [])  # absent: by an earlier version
     older = itertools.takewhile(lambda path: path != checkpoint, list_checkpoints(checkpoint.parent))
     return [path for path in older if isinstance(names, list) and path.name in names]
@@ -349,7 +352,7 @@ def _delete(checkpoints: Sequence[Path]) -> None:
         # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
         doomed = _free_name(path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}"))
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(doomed)  # of a link, which a user made to another disk, the link alone
 
 
 def _free_name(path: Path) -> Path:

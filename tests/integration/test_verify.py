@@ -113,6 +113,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "ledger",
         "prompt 0 was trained",
     ),
+    "a ledger that is lost": (
+        lambda run: (run / "rl/ledger.jsonl").unlink(),
+        "ledger",
+        "ledger.jsonl is missing",
+    ),
     "a ledger that is none": (
         lambda run: (run / "rl/ledger.jsonl").write_text("[]\n"),
         "ledger",
@@ -149,6 +154,16 @@ def test_a_stage_before_the_last_needs_an_intact_checkpoint_too(run: Path, capsy
     for path in (run / "sft/checkpoints").glob("step_*"):
         (path / "run_state.json").write_text("{}")
     refuses(run, capsys, "SFT")
+
+
+def test_a_lost_ledger_is_told_by_a_resumed_run_and_hinders_none(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "rl/ledger.jsonl").unlink()
+    threads = torch.get_num_threads()
+    assert train(["--resume", "--quiet", "--rl.num-steps", "4", "--output-dir", str(run)]) == 0
+    torch.set_num_threads(threads)
+    told = capsys.readouterr().err
+    assert f"{run / 'rl/ledger.jsonl'} has no line for 3 of the 3 finished steps: which prompts they had is lost" in told
+    assert wrong(verify(run, capsys)[1]).keys() == {"ledger"}
 
 
 @pytest.mark.parametrize("damage", ["no settings", "settings that are none"])

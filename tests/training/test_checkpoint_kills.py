@@ -126,13 +126,37 @@ async def test_finishing_a_save_deletes_what_it_named_and_nothing_else(tmp_path)
     assert list_checkpoints(tmp_path) == [copies[0], first, tmp_path / "step_0002", newest, copies[1]]
     manifest = json.loads((newest / "manifest.json").read_text())
     assert manifest["deletes"] == []
-    names = ["step_0001", "../step_0002", "step_0003", "step_0004", 7, None]
+    names = [
+        "step_0001",
+        "../step_0002",
+        str(tmp_path / "step_0002"),
+        "step_0002/",
+        "../checkpoints/step_0002",
+        "step_0003",
+        "step_0004",
+        7,
+        None,
+    ]
     (newest / "manifest.json").write_text(json.dumps(manifest | {"deletes": names}))
     finish_save(newest)
     assert list_checkpoints(tmp_path) == [copies[0], tmp_path / "step_0002", newest, copies[1]]
     del manifest["deletes"]  # as of an earlier version
     (newest / "manifest.json").write_text(json.dumps(manifest))
     assert find_undeleted(newest) == []
+    shutil.rmtree(newest)  # by a live run that goes on
+    assert find_undeleted(newest) == []
+
+
+async def test_of_an_old_checkpoint_that_is_a_link_the_link_alone_is_deleted(tmp_path):
+    directory, elsewhere = tmp_path / "checkpoints", tmp_path / "other disk"
+    await save(directory, 1)
+    (directory / "step_0001").rename(elsewhere)
+    (directory / "step_0001").symlink_to(elsewhere)
+    for step in range(2, 5):
+        await save(directory, step)
+    assert [path.name for path in list_checkpoints(directory)] == ["step_0003", "step_0004"]
+    assert len(list(directory.iterdir())) == 2
+    verify_checkpoint(elsewhere)
 
 
 async def test_a_leftover_that_cannot_be_removed_is_told_and_hinders_no_save(tmp_path, monkeypatch):
