@@ -186,8 +186,9 @@ class Gateway:
             try:
                 request = await connection.receive(self._check_access)
             except Refusal as refusal:
-                self._counts["num_refused"] += 1
-                dialect = DIALECTS.get(split_path(connection.request.path)[1])
+                key, path = split_path(connection.request.path)
+                self._count_refused(self._sessions.get(key or ""))
+                dialect = DIALECTS.get(path)
                 write = write_openai_refusal if dialect is None else dialect.write_refusal
                 return await connection.refuse(_refuse(refusal, write))
             if request is None:
@@ -219,8 +220,7 @@ class Gateway:
             with refuse_faults(session):
                 return await self._reply(dialect, session, request)
         except Refusal as refusal:
-            session = session or self._sessions.get(key or "")  # one that could not be read is a request of its session all the same
-            (self._counts if session is None else session.counts)["num_refused"] += 1
+            self._count_refused(session or self._sessions.get(key or ""))  # one that could not be read is its session's all the same
             return _refuse(refusal, write)
 
     async def _reply(self, dialect: Dialect, session: Session, request: GatewayRequest) -> HTTPResponse | HTTPEvents:
@@ -247,6 +247,9 @@ class Gateway:
             session.forget(answered.numbers)
             raise
         return HTTPResponse(body=body, on_failure=partial(session.forget, answered.numbers))
+
+    def _count_refused(self, session: Session | None) -> None:
+        (self._counts if session is None else session.counts)["num_refused"] += 1
 
     def _check_access(self, http: HTTPRequest) -> None:
         check_access(http, self.config.token)

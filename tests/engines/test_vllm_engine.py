@@ -29,7 +29,7 @@ from rollouts.engines.vllm.protocol import (
     prompt_log_probs_payload,
     vllm_payload,
 )
-from rollouts.errors import EngineError, EngineProtocolError, EngineTimeout
+from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, EngineTimeout
 from rollouts.testing import FakeVLLMServer, Fault, VLLMSettings, create_tiny_model
 from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import describe_weights
@@ -391,7 +391,7 @@ async def test_groups_come_in_one_request():
     async with FakeVLLMServer(count_up) as server, open_engine(server) as engine:
         group = await engine.generate_group(PROMPT, SamplingParams(max_tokens=2), 4)
         assert server.count("/inference/v1/generate") == 1
-        with pytest.raises(EngineError, match="257 samples, more than the 256"):
+        with pytest.raises(EngineRequestError, match="257 samples, more than the 256"):
             await engine.generate_group(PROMPT, SamplingParams(max_tokens=2), 257)
         assert server.count("/inference/v1/generate") == 1
     assert [completion.output_tokens for completion in group] == [(10, 11)] * 4
@@ -407,7 +407,7 @@ async def test_seeds_that_would_end_a_server_on_a_cpu_are_not_sent(model_path: P
 
 async def test_a_temperature_that_the_server_would_change_is_refused(model_path: Path):
     async with FakeVLLMServer(model_path) as server, open_engine(server) as engine:
-        with pytest.raises(EngineError, match=r"temperature = 0\.001, for which vLLM would use 0\.01"):
+        with pytest.raises(EngineRequestError, match=r"temperature = 0\.001, for which vLLM would use 0\.01"):
             await engine.generate(PROMPT, SamplingParams(temperature=0.001))
         assert server.count("/inference/v1/generate") == 0
 

@@ -207,14 +207,14 @@ def test_a_gateway_of_agents_has_no_port_of_its_own():
         ("ask([])", r"sampled nothing, since its requests were refused \(1\): it ended with exit status 1"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('{\"reward\": \"much\"}')", "expected a finite number"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('9' * 400)", "expected a finite number"),
-        ("ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 2 s"),
+        ("ask([{'role': 'user', 'content': 'x'}]); import time; time.sleep(60)", "longer than 4 s"),
     ],
 )
 async def test_failures_are_raised_dropped_or_scored(write_program, text, message):
-    command = write_program(text)
+    command, timeout_s = write_program(text), 4 if "longer" in message else 60  # a busy machine takes seconds to start a program
     with pytest.raises(AgentFault, match=message):
-        await create(command, timeout_s=2)[1](PROMPT, 1)
-    _, generate = create(command, timeout_s=2, on_error="drop", failed_reward=-1.0)
+        await create(command, timeout_s=timeout_s)[1](PROMPT, 1)
+    _, generate = create(command, timeout_s=timeout_s, on_error="drop", failed_reward=-1.0)
     (sample,) = await generate(PROMPT, 1)
     if "nothing" in message:
         assert (sample.status, sample.reward) == (Status.FAILED, None)
@@ -223,6 +223,16 @@ async def test_failures_are_raised_dropped_or_scored(write_program, text, messag
         assert sample.reward == -1.0
         assert sample.status is (Status.TRUNCATED if "longer" in message else Status.COMPLETED)
         assert len(sample.turns) == 1
+
+
+async def test_requests_that_are_refused_before_their_bodies_are_read_are_told_as_well():
+    async def agent(task):
+        async with httpx.AsyncClient() as client:
+            await client.post(f"{task.openai_base_url}/chat/completions", headers={"host": "example.org"}, json={})
+        return 1.0
+
+    with pytest.raises(AgentFault, match=r"sampled nothing, since its requests were refused \(1\)"):
+        await create(agent)[1](PROMPT, 1)
 
 
 async def test_a_failed_run_is_begun_again_with_nothing_of_it_left():

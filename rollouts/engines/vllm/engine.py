@@ -145,7 +145,7 @@ class VLLMEngine:
     async def generate(self, prompt_tokens: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> Completion:
         """Sample one completion; max_tokens is cut to the rest of the context.
 
-        Raises: EngineError before sending, for a request that the server would refuse; or if the server fails.
+        Raises: EngineRequestError before sending, for a request that the server would refuse; EngineError if the server fails.
         """
         (completion,) = await self.generate_group(prompt_tokens, params, 1, request_id=request_id)
         return completion

@@ -18,7 +18,7 @@ from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.errors import raise_protocol_errors
 from rollouts.engines.http.requests import WireRequest
 from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
-from rollouts.errors import EngineError, EngineProtocolError, EngineStatusError
+from rollouts.errors import EngineError, EngineProtocolError, EngineRequestError, EngineStatusError
 from rollouts.seeds import derive_seed
 from rollouts.types import FinishReason, LogProbKind, RoutedExperts, SamplingParams
 
@@ -73,13 +73,13 @@ def vllm_payload(request: WireRequest, eos_token_ids: Collection[int] = ()) -> d
 
 
 def check_params(name: str, request_id: str, params: SamplingParams, n: int, info: ServerInfo) -> None:
-    """Raise EngineError for parameters that only vLLM refuses, or changes without an error."""
+    """Raise EngineRequestError for parameters that only vLLM refuses, or changes without an error."""
     if 0 < params.temperature < LOWEST_TEMPERATURE:
-        raise EngineError(
+        raise EngineRequestError(
             f"{name}: {request_id} has temperature = {params.temperature:g}, for which vLLM would use {LOWEST_TEMPERATURE}: use that, or 0"
         )
     if info.max_running is not None and n > info.max_running:
-        raise EngineError(
+        raise EngineRequestError(
             f"{name}: {request_id} asks for {n} samples, more than the {info.max_running} sequences that the server decodes at a time: "
             "start it with a larger --max-num-seqs, or ask for less at once"
         )
