@@ -85,6 +85,7 @@ class RolloutTasks:
         self._tasks: dict[int, RolloutTask] = {}  # by index of the prompt
         self._nursery: trio.Nursery | None = None  # None = the block is not open
         self._work = trio.lowlevel.ParkingLot()  # the producer
+        self._is_woken = False  # whether the producer was woken since it last began to look
         self._edited = trio.lowlevel.ParkingLot()  # rollouts that end while their samples are being edited
 
     @property
@@ -126,6 +127,7 @@ class RolloutTasks:
 
     def wake(self) -> None:
         """Check soon which rollouts may start: there may be capacity, or a waiting prompt."""
+        self._is_woken = True
         self._work.unpark_all()
 
     def release(self) -> None:
@@ -134,11 +136,14 @@ class RolloutTasks:
 
     async def _produce(self) -> None:
         while True:
-            now = trio.current_time()
+            now, self._is_woken = trio.current_time(), False
             if not self._store.state.interrupted:
                 for index in self._store.start_rollouts():
                     self._start(index)
                 self._on_change()
+            if self._is_woken:  # a group ended as it was begun, without a task
+                await trio.lowlevel.checkpoint()
+                continue
             # a group that was due before and did not start waits for capacity, not for a time that has passed
             due = transitions.find_next_start(self._store.state, now)
             if due == math.inf:  # a cancel scope costs more than the rest of this function
@@ -149,12 +154,13 @@ class RolloutTasks:
 
     def _start(self, index: int) -> None:
         assert self._nursery is not None, "rollouts start in the block only"
+        pending = self._store.state.running[index].pending
         with collect_requests() as request_ids:  # the task begins with a copy of the context
-            if self._begin is None:
+            if self._begin is None or (pending.samples and is_finished(pending.samples)):  # it was stopped while it was scored
                 task = self._start_task(index, request_ids, trio.Event())
             else:
                 task = self._tasks[index] = RolloutTask(request_ids, trio.Event(), None)
-                self._begin(self._store.state.running[index].pending, partial(self._end_generation, index, task))
+                self._begin(pending, partial(self._end_generation, index, task))
         if self._store.parts.rules.asynchronous.rollout_timeout_s is not None:
             self._nursery.start_soon(self._watch, index, task, self._store.parts.rules.asynchronous.rollout_timeout_s)
 
@@ -169,7 +175,8 @@ class RolloutTasks:
 
     def _end_generation(self, index: int, task: RolloutTask, result: Group | Exception) -> None:
         """End a rollout without a task, or start one that scores it or asks which engines answer."""
-        if self._tasks.get(index) is not task:  # it was cut, or the block has ended
+        nursery = self._nursery
+        if nursery is None or nursery.cancel_scope.cancel_called or self._tasks.get(index) is not task:  # it was cut, or the block ends
             return
         if not isinstance(result, Exception) and not is_finished(result):
             self._finish(index, task, self._take_unfinished(index, result))

@@ -15,8 +15,9 @@ An object may also have a method that needs no task of its own for each group, w
 
     begin_group(prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None
 
-It returns at once. on_end(result) is to be called once, in trio's thread, with the group, finished or not, or with an exception instead of
-it; soon after the engine of an unfinished group was told to abort it.
+It is a plain function and returns at once. on_end(result) is to be called once, in trio's thread, with the group, finished or not, or with
+an exception instead of it: during begin_group or later, and soon after the engine of an unfinished group was told to abort it. A group that
+does not end within grace_s of that is begun again, and the late result is ignored. The object still needs __call__, for synchronous loops.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import trio
 
 from rollouts.checks import describe_function, is_async_function, show_value
 from rollouts.config import RewardConfig, RolloutConfig
-from rollouts.errors import CheckpointError, GenerationError, locate_error
+from rollouts.errors import CheckpointError, ConfigError, GenerationError, locate_error
 from rollouts.outcomes import FIELD_OF_KEY
 from rollouts.rewards.evaluate import score_group
 from rollouts.types import Group, Prompt, Sample, Status
@@ -136,8 +137,7 @@ def bind_generate_fn(
         except BaseException as error:  # such as SystemExit, which must not end the program
             if is_passed_on(error):
                 raise
-            what = f"{function_name} raised {type(error).__name__} ({locate_error(error)})"
-            raise GenerationError(f"{what} for prompt {pending.prompt.index}: {error}") from error
+            raise _describe_exit(error, function_name, pending.prompt) from error
         return check_generated_group(result, pending.prompt, num_samples, function_name, num_baseline=num_baseline)
 
     return generate
@@ -147,11 +147,14 @@ def bind_begin(generate_fn: GenerateFn | None, num_samples: int, *, num_baseline
     """Turn a user's `begin_group` into f(pending, on_end), whose on_end gets a checked Group or an error; None if there is none.
 
     Args: as bind_generate_fn.
+
+    Raises: ConfigError if it is an `async def`, or does not take four arguments.
     """
     begin: Callable[[Prompt, int, Group, OnEnd], None] | None = getattr(generate_fn, "begin_group", None)
     if generate_fn is None or begin is None:
         return None
     function_name = describe_function(generate_fn)
+    _check_begin(begin, function_name)
 
     def begin_checked(pending: PendingGroup, on_end: OnEnd) -> None:
         def end(result: Group | Exception) -> None:
@@ -167,8 +170,29 @@ def bind_begin(generate_fn: GenerateFn | None, num_samples: int, *, num_baseline
         except Exception as error:  # from a user's function; the caller decides about it
             error.add_note(f"raised by begin_group() of {function_name}")
             on_end(error)
+        except BaseException as error:  # such as SystemExit, which must not end the program
+            if is_passed_on(error):
+                raise
+            on_end(_describe_exit(error, f"begin_group() of {function_name}", pending.prompt))
 
     return begin_checked
+
+
+def _check_begin(begin: Callable[..., Any], function_name: str) -> None:
+    expected = "expected a plain method begin_group(prompt, n, partial, on_end), or none"
+    if not callable(begin):
+        raise ConfigError(f"begin_group of {function_name} is {show_value(begin)}, {expected}")
+    if is_async_function(begin):
+        raise ConfigError(f"begin_group of {function_name} is an async function, which nobody would await: {expected}")
+    try:
+        inspect.signature(begin).bind(None, None, None, None)
+    except TypeError as error:
+        raise ConfigError(f"begin_group of {function_name} cannot be called with four arguments ({error}): {expected}") from error
+
+
+def _describe_exit(error: BaseException, function_name: str, prompt: Prompt) -> GenerationError:
+    what = f"{function_name} raised {type(error).__name__} ({locate_error(error)})"
+    return GenerationError(f"{what} for prompt {prompt.index}: {error}")
 
 
 def check_generated_group(

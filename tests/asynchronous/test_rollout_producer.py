@@ -11,7 +11,7 @@ from executors import make_executor
 from samples import make_group
 
 from rollouts.asynchronous.config import AsyncConfig
-from rollouts.errors import GenerationError
+from rollouts.errors import ConfigError, GenerationError, RewardError
 from rollouts.generation.contract import OnEnd
 from rollouts.types import Group, Prompt, Status
 
@@ -156,3 +156,101 @@ async def test_errors_of_groups_without_a_task_are_tried_again_as_others_are(aut
         with pytest.raises(GenerationError, match=rf"(?s)prompt 0 failed in 2 attempts.*{message}"):
             await executor.wait(1)
     assert [index for index, _ in broken.partials] == [0, 0]
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(3)])
+async def test_begin_group_that_raises_ends_its_group_alone(autojump_clock: Clock, error: BaseException) -> None:
+    class Broken(Begun):
+        def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:
+            super().begin_group(prompt, n, partial, on_end)
+            if prompt.index == 0:
+                raise error
+            self.end(prompt.index)
+
+    async with make_executor(Broken(), AsyncConfig(on_failure="drop"), batch_size=1) as executor:
+        (group,) = await executor.wait(1)
+    assert group[0].group_index == 1
+
+
+async def test_groups_that_end_as_they_are_begun_make_room_for_the_next_ones(autojump_clock: Clock) -> None:
+    class Known(Begun):
+        def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:
+            super().begin_group(prompt, n, partial, on_end)
+            self.end(prompt.index)
+
+    known = Known()
+    async with make_executor(known, AsyncConfig(max_staleness=2, max_concurrent_rollouts=1), batch_size=1) as executor:
+        await trio.sleep(1)
+        assert [index for index, _ in known.partials] == [0, 1, 2], "each of them ended while the producer was awake"
+        assert len(await executor.wait(3, timeout_s=5)) == 3
+
+
+async def test_a_group_that_was_stopped_while_it_was_scored_is_scored_and_not_begun_again(autojump_clock: Clock) -> None:
+    begun, fails = Begun(), [True]
+
+    async def reward_fn(sample: Any) -> float:
+        if fails.pop():
+            raise ValueError("no judge")
+        return 1.0
+
+    fails.insert(0, False)
+    asynchronous = AsyncConfig(max_staleness=1, max_concurrent_rollouts=1)
+    async with make_executor(begun, asynchronous, batch_size=1, reward_fn=reward_fn) as executor:
+        await trio.sleep(1)
+        begun.end(0)
+        with pytest.raises(RewardError, match="no judge"):
+            await executor.wait(1)
+        (group,) = await executor.wait(1, timeout_s=5)
+        assert (group[0].group_index, group[0].reward) == (0, 1.0)
+    assert [index for index, _ in begun.partials if index == 0] == [0]
+
+
+async def test_groups_without_a_task_may_end_while_their_block_is_cancelled(autojump_clock: Clock) -> None:
+    begun = Begun()
+
+    async def serve() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                for on_end in list(begun.on_end.values()):
+                    on_end(GenerationError("cancelled"))
+                    await trio.lowlevel.checkpoint()
+
+    async def roll_out() -> None:
+        async with make_executor(begun, AsyncConfig(max_staleness=15), batch_size=1):
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        nursery.start_soon(roll_out)
+        await trio.sleep(1)
+        assert len(begun.on_end) == 16
+        nursery.cancel_scope.cancel()
+
+
+class WithoutPartial(Begun):
+    def begin_group(self, prompt: Prompt, n: int, on_end: OnEnd) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError
+
+
+class WithAsync(Begun):
+    async def begin_group(self, prompt: Prompt, n: int, partial: Group, on_end: OnEnd) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError
+
+
+class WithoutMethod(Begun):
+    begin_group = "later"  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize(
+    ("generate_fn", "message"),
+    [
+        (WithoutPartial(), r"begin_group of WithoutPartial cannot be called with four arguments \(too many positional arguments\)"),
+        (WithAsync(), "begin_group of WithAsync is an async function, which nobody would await"),
+        (WithoutMethod(), "begin_group of WithoutMethod is 'later'"),
+    ],
+)
+def test_begin_group_of_another_form_is_refused_at_once(generate_fn: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}.*expected a plain method begin_group\(prompt, n, partial, on_end\), or none"):
+        make_executor(generate_fn)
