@@ -33,21 +33,23 @@ class JobQueue:
         """Whether a job has this number, or had it."""
         return number < self.next_number or number in self._jobs
 
-    async def run(self, patience_s: float, give_up: Callable[[int], None]) -> None:
+    async def run(self, patience_s: float, give_up: Callable[[range], None]) -> None:
         """Run the jobs, one at a time, until this is cancelled.
 
         Args:
             patience_s: seconds that jobs wait for one before them that does not arrive.
-            give_up: called with the number of a job that was waited for so long, and is left out.
+            give_up: called with the numbers of the jobs, one after another, that were waited for so long, and are left out.
         """
         while True:
             await self._wait(patience_s)
             job = self._jobs.pop(self.next_number, None)
             if job is None:
-                give_up(self.next_number)
+                lost = range(self.next_number, min(self._jobs))
+                give_up(lost)
+                self.next_number = lost.stop
             else:
                 await job()
-            self.next_number += 1
+                self.next_number += 1
 
     async def _wait(self, patience_s: float) -> None:
         """Wait for the next job, or until others have waited for it for too long."""
@@ -74,11 +76,10 @@ class Training:
     async def run(self, patience_s: float) -> None:
         """Run the jobs until this is cancelled; a request that others have waited for, for patience_s seconds, is given up."""
 
-        def give_up(number: int) -> None:
-            self.note_failure(
-                f"request {number} of {self.model_id} did not arrive, though later ones waited {patience_s:g} s for it: it was refused "
-                "before it was read, or got lost"
-            )
+        def give_up(lost: range) -> None:
+            which, it = (f"request {lost[0]}", "it") if len(lost) == 1 else (f"requests {lost[0]} to {lost[-1]}", "them")
+            was = "it was refused before it was read, or got lost" if it == "it" else "they were refused before they were read, or got lost"
+            self.note_failure(f"{which} of {self.model_id} did not arrive, though later ones waited {patience_s:g} s for {it}: {was}")
 
         await self.queue.run(patience_s, give_up)
 

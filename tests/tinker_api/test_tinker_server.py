@@ -586,11 +586,17 @@ async def test_a_queue_gives_up_numbers_that_others_wait_for(autojump_clock):
         await trio.sleep(299)
         assert gone == []
         await trio.sleep(2)
-        assert gone == [2]
+        assert gone == [range(2, 3)]
         queue.put(2, make_job(2))  # too late
+        queue.put(10**15, make_job(10**15))
+        await trio.sleep(200)
+        queue.put(9, make_job(9))
+        await trio.sleep(101)
+        assert gone == [range(2, 3), range(5, 9)]  # at once, and not each after its own wait
         await trio.sleep(1000)
+        assert gone[2:] == [range(10, 10**15)]
         nursery.cancel_scope.cancel()
-    assert ran == [(1, 1200), (3, 1500), (4, 1500)]
+    assert ran == [(1, 1200), (3, 1500), (4, 1500), (9, 1801), (10**15, 2101)]
 
 
 async def test_others_are_answered_while_a_large_request_is_read(tmp_path, monkeypatch):
