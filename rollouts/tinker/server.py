@@ -107,8 +107,12 @@ class TinkerServer:
                 if http.path == f"{API}retrieve_future":
                     return await self._retrieve(Fields(parse_body(http.body)))
                 read, answer = find_answer(http)
-                large = len(http.body) >= _LARGE
-                outcome = answer(self._service, await trio.to_thread.run_sync(read, http) if large else read(http))
+                if len(http.body) < _LARGE:
+                    found = read(http)
+                else:
+                    found = await trio.to_thread.run_sync(read, http)
+                    await trio.lowlevel.checkpoint_if_cancelled()  # the service may have ended meanwhile
+                outcome = answer(self._service, found)
                 return HTTPResponse(body=outcome.body, content_type=outcome.content_type)
         except Refusal as refusal:
             return _refuse(refusal)
@@ -166,11 +170,11 @@ async def open_tinker_server(
     assert config is None or not settings, "pass a config or settings, not both"
     config = config or TinkerConfig(**settings)
     server = TinkerServer(service := Service(model, tokenizer, config))
-    listeners = await listen(config, "server")
-    server.port = listeners[0].socket.getsockname()[1]
     with raise_single_errors():
         async with trio.open_nursery() as nursery:
             await nursery.start(service.run)
+            listeners = await listen(config, "server")  # last: whoever is cancelled behind it has a task that closes them
+            server.port = listeners[0].socket.getsockname()[1]
             nursery.start_soon(partial(trio.serve_listeners, server.serve, listeners, handler_nursery=nursery))
             _logger.info("the server listens on %s", server.url)
             yield server
