@@ -16,13 +16,21 @@ from rollouts.async_rl_loop import run_async_rl_training
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.asynchronous.executor import WorkflowExecutor, create_workflow_executor
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.config import PreferenceTrainingConfig, RewardConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts.config import (
+    PreferenceTrainingConfig,
+    RewardConfig,
+    RewardModelTrainingConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+)
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.data.prompts import DataBuffer
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.preference_loop import PreferenceParts, train_preferences
+from rollouts.reward_model_loop import train_reward_model
 from rollouts.rl_loop import run_rl_training
 from rollouts.seeds import derive_seed
 from rollouts.sft_loop import run_sft_training
@@ -32,7 +40,7 @@ from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogge
 from rollouts.training.rl_run import restore_rl_run
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 
-Loop: TypeAlias = Literal["sft", "dpo", "rl", "async"]
+Loop: TypeAlias = Literal["sft", "dpo", "reward_model", "rl", "async"]
 STALENESS = 2
 
 
@@ -86,7 +94,7 @@ class FakeRun:
         shared = {"checkpoint_dir": self.checkpoints, "keep_last_n": self.keep, "clock": trio.current_time, **options}
         backend = self.create_backend(seconds_per_job=self.seconds_per_job, calls=self.calls)
         logger = CompositeLogger([JSONLLogger(self.log), *([] if self.logger is None else [self.logger])])
-        if self.loop in ("sft", "dpo"):
+        if self.loop in ("sft", "dpo", "reward_model"):
             return await self._run_rows(backend, logger, newest, shared)
         return await self._run_rl(backend, logger, newest, shared)
 
@@ -102,6 +110,10 @@ class FakeRun:
             await run_sft_training(backend, [sample] * 4, config, logger, start_step=start, **options)
             return
         pair = PreferencePair(sample, replace(sample, tokens=(5, 8, 9)), ref_log_probs=(-1.0, -1.0))
+        if self.loop == "reward_model":
+            scored = RewardModelTrainingConfig(batch_size=2, **schedule)
+            await train_reward_model(backend, [pair] * 4, scored, logger, start_step=start, **options)
+            return
         parts = PreferenceParts(backend=backend, metrics_logger=logger, **options)
         await train_preferences(parts, [pair] * 4, dpo(), PreferenceTrainingConfig(batch_size=2, **schedule), start_step=start)
 

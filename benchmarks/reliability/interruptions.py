@@ -30,6 +30,7 @@ from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.testing import FakeBackend, FakeSGLangServer, FakeVLLMServer
 from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
+from rollouts.types import TokenOutputs, TrainBatch
 
 
 def run_virtual(function: Callable[[], Awaitable[Any]]) -> None:
@@ -96,6 +97,13 @@ class _WithWeights(FakeBackend):
         save_file({"w": torch.tensor([float(self.num_updates)])}, directory / "model.safetensors")
 
 
+class _WithScores(FakeBackend):
+    """A backend that scores rows, each by its tokens."""
+
+    def _outputs(self, batch: TrainBatch, with_entropy: bool) -> TokenOutputs:
+        return replace(super()._outputs(batch, with_entropy), values=batch.tokens.float() / 10)
+
+
 @asynccontextmanager
 async def _open_servers(folder: Path) -> AsyncGenerator[EngineFleet]:
     """Serve as a vLLM and as an SGLang server, and open a fleet of the two."""
@@ -121,6 +129,8 @@ class Place:
     def create(self, folder: Path, steps: int, **changes: Any) -> FakeRun:
         """Create a run."""
         config = in_memory(steps)
+        if self.loop == "reward_model":
+            changes |= {"create_backend": _WithScores}
         if self.has_servers:
             config = replace(config, weight_sync="checkpoint")
             changes |= {"create_backend": _WithWeights, "batch_size": 1}
@@ -130,6 +140,7 @@ class Place:
 PLACES = (
     Place("SFT", "sft", 184, 20),
     Place("DPO", "dpo", 184, 20),
+    Place("reward model", "reward_model", 184, 20),
     Place("RL", "rl", 14),
     Place("asynchronous RL", "async", 14),
     Place("weight sync with servers", "rl", 8, has_servers=True),
@@ -154,7 +165,7 @@ async def _cancel_at(place: Place, run: FakeRun, point: int | None) -> tuple[boo
         return scope.cancelled_caught, _is_quiet()
 
 
-def _cancel_and_go_on(place: Place, folder: Path, point: int, steps: int, *, cuts_log: bool = True) -> Counter[str]:
+def cancel_and_go_on(place: Place, folder: Path, point: int, steps: int, *, cuts_log: bool = True) -> Counter[str]:
     """Cancel a run at a scheduling point, and go on in its directory. Returns what is wrong, and whether the point was before the end."""
     run = place.create(folder, steps, cuts_log=cuts_log)
     cancelled, quiet = trio.run(_cancel_at, place, run, point)
@@ -183,13 +194,13 @@ def cancel_everywhere(amount: Amount) -> Outcome:
     for place in PLACES:
         steps = place.steps if amount.is_full else place.short_steps
         for number in range(points):
-            one = _cancel_and_go_on(place, amount.folder / "now", 1 + distance * number, steps)
+            one = cancel_and_go_on(place, amount.folder / "now", 1 + distance * number, steps)
             found.update(one)
             tried[place.name] = tried.get(place.name, 0) + one["points"]
             if not one["points"]:
                 break
     for number in range(12):
-        control.update(_cancel_and_go_on(PLACES[2], amount.folder / "naive", 1 + 17 * number, 3, cuts_log=False))
+        control.update(cancel_and_go_on(PLACES[3], amount.folder / "naive", 1 + 17 * number, 3, cuts_log=False))
     rest: Mapping[str, int] = {name: count for name, count in found.items() if name != "points"}
     told = ", ".join(f"{count} of {name}" for name, count in tried.items())
     return Outcome(
