@@ -67,7 +67,12 @@ def report(arguments: Arguments) -> str:
     if arguments.serve:
         make()  # errors of the runs are shown here, not in a browser
         followed = FollowedReport(arguments.paths, lambda: render(make(), live=True))
-        trio.run(serve, followed.respond, arguments.port, partial(print, flush=True))
+        try:
+            trio.run(serve, followed.respond, arguments.port, partial(print, flush=True))
+        except BaseExceptionGroup as group:
+            if group.subgroup(KeyboardInterrupt) is None:
+                raise
+            raise KeyboardInterrupt from group
         return ""
     made = make()
     path = arguments.paths[0] / "report.html" if arguments.output is None else arguments.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import h11
 import trio
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, DataError, make_safe, redact
 
 HOST = "127.0.0.1"
 _NAMES = ("127.0.0.1", "localhost")
 _FILES = ("config.json", "run.json", "metrics.jsonl", "summary.json", "warnings.jsonl")  # files of a run, besides its rollouts
+_AGAIN_S = 5  # seconds after which a browser asks again for runs that could not be read
 _WAIT_S = 10.0  # for a request, and for a reader of the answer
 
 Respond = Callable[[str], "tuple[int, str, bytes]"]
@@ -87,15 +89,19 @@ class FollowedReport:
         self._made: tuple[str, bytes] | None = None
 
     def respond(self, path: str) -> tuple[int, str, bytes]:
-        """Answer a request: "/" is the page, "/state" changes with the runs."""
-        now = describe_state(self._paths)
-        if path == "/state":
-            return 200, "text/plain", now.encode()
-        if path != "/":
+        """Answer a request: "/" is the page, "/state" changes with the runs. Runs that cannot be read are told, and tried again."""
+        if path not in ("/", "/state"):
             return 404, "text/plain", b"there is only /"
-        if self._made is None or self._made[0] != now:
-            self._made = (now, self._render().encode())
-        return 200, "text/html", self._made[1]
+        try:
+            now = describe_state(self._paths)
+            if path == "/state":
+                return 200, "text/plain", now.encode()
+            if self._made is None or self._made[0] != now:
+                self._made = (now, self._render().encode())
+            return 200, "text/html", self._made[1]
+        except (ConfigError, DataError, OSError) as error:  # a run that was moved or damaged meanwhile, and may be mended
+            told = html.escape(make_safe(redact(f"error: {error}")))
+            return 500, "text/html", f"<!doctype html><meta http-equiv=refresh content={_AGAIN_S}><p>{told}".encode()
 
 
 def describe_state(paths: Iterable[Path]) -> str:

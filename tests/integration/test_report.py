@@ -8,6 +8,9 @@ import json
 import logging
 import math
 import re
+import signal
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -335,6 +338,26 @@ def test_the_command_writes_one_file(run: Path, capsys: pytest.CaptureFixture[st
     assert main([str(run)]) == 0
     assert "8 rollouts" in capsys.readouterr().out
     assert (run / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_served_run_that_is_damaged_is_told_and_tried_again(run: Path):
+    followed = FollowedReport([run], lambda: render(read_report([run], max_tokens=0), live=True))
+    good = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text("<damaged>\n" + good)
+    status, kind, body = followed.respond("/")
+    assert (status, kind) == (500, "text/html")
+    assert b"metrics.jsonl:1 is not a line of metrics" in body and b"http-equiv=refresh" in body and b"<damaged>" not in body
+    (run / "metrics.jsonl").write_text(good)
+    assert followed.respond("/")[0] == 200
+
+
+def test_a_served_report_ends_with_ctrl_c(run: Path):
+    command = [sys.executable, "-m", "integration.report", str(run), "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "shows the report" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0 and "Traceback" not in said, said
 
 
 async def test_a_served_report_follows_its_run(run: Path, nursery: trio.Nursery):
