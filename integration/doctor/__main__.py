@@ -90,6 +90,7 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
     from integration.doctor.examine import examine  # imports torch, which the help does not need
     from integration.doctor.findings import skip
     from integration.doctor.resume import check_resume
+    from integration.doctor.texts import REFUSED
 
     if command.resume or command.dry_run:
         raise ConfigError("the doctor examines a run that is to start: leave --resume and --dry-run out")
@@ -98,6 +99,8 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
         findings = trio.run(partial(examine, command, num_rows=options.rows, directory=Path(directory), say=say))
     if options.resume_timeout_s == 0:
         return [*findings, skip("resume", "left out by --resume-timeout-s 0")]
+    if any(finding.check == REFUSED for finding in findings):
+        return [*findings, skip("resume", "the run would refuse the data")]
     say("resuming: three short runs")
     own = [a for i, a in enumerate(argv) if a != "--mode" and (i == 0 or argv[i - 1] != "--mode") and not a.startswith("--mode=")]
     return [*findings, check_resume(own, command.mode, timeout_s=options.resume_timeout_s)]
@@ -108,6 +111,7 @@ def run_on_scores(options: Options, command: RewardModelArguments, argv: Sequenc
     from integration.doctor.findings import skip
     from integration.doctor.resume import REWARD_MODEL, check_resume
     from integration.doctor.reward_model import examine_reward_model  # imports torch, which the help does not need
+    from integration.doctor.texts import REFUSED
 
     if command.resume:
         raise ConfigError("the doctor examines a run that is to start: leave --resume out")
@@ -115,6 +119,8 @@ def run_on_scores(options: Options, command: RewardModelArguments, argv: Sequenc
     findings = trio.run(partial(examine_reward_model, command.config, num_rows=options.rows, say=say))
     if options.resume_timeout_s == 0:
         return [*findings, skip("resume", "left out by --resume-timeout-s 0")]
+    if any(finding.check == REFUSED for finding in findings):
+        return [*findings, skip("resume", "the run would refuse the data")]
     say("resuming: three short runs")
     return [*findings, check_resume(argv, REWARD_MODEL, timeout_s=options.resume_timeout_s)]
 

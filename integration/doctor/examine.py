@@ -26,7 +26,7 @@ from integration.doctor.numbers import (
     find_window,
 )
 from integration.doctor.rewards import check_reward, read_text
-from integration.doctor.texts import check_end, check_masks, check_pairs, check_template, check_tokenizer, encode_text
+from integration.doctor.texts import check_end, check_masks, check_pairs, check_refused, check_template, check_tokenizer, encode_text
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
@@ -48,7 +48,7 @@ from rollouts.data.model_limits import read_config_limits
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.engines.inprocess.engine import find_eos_ids
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, RolloutsError, flatten_errors
+from rollouts.errors import ConfigError, DataError, RolloutsError, flatten_errors
 from rollouts.generation.contract import score_generated_group
 from rollouts.models.loading import check_model_directory
 from rollouts.training.distillation.teachers import TEACHER_COLUMNS
@@ -105,14 +105,17 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
         config = replace(config, backend=replace(config.backend, kind="pytorch", num_processes=None, fsdp=FSDPConfig()))
     say("loading the model and the data")
     model, tokenizer = create_model(config)
-    task = create_task(config, tokenizer, command.mode)
-    if task.demonstrate is not None and "sft" in command.mode:
-        task = replace(task, sft_samples=(*task.sft_samples, *await task.demonstrate(say)))
-    samples = [*(task.sft_samples[:num_rows] if "sft" in command.mode else ()), *take_answers(task.preferences, num_rows)]
-    prompts = (task.train_prompts or task.heldout_prompts)[:num_rows]
-    recorded = [sample.tokens for group in (() if task.recorded is None else task.recorded.groups) for sample in group][:num_rows]
-    rows = tuple(sample.tokens for sample in samples) or tuple(recorded)
-    rows = rows or tuple(tokenize_prompt(tokenizer, prompt.content) for prompt in prompts)
+    try:
+        task = create_task(config, tokenizer, command.mode)
+        if task.demonstrate is not None and "sft" in command.mode:
+            task = replace(task, sft_samples=(*task.sft_samples, *await task.demonstrate(say)))
+        samples = [*(task.sft_samples[:num_rows] if "sft" in command.mode else ()), *take_answers(task.preferences, num_rows)]
+        prompts = (task.train_prompts or task.heldout_prompts)[:num_rows]
+        recorded = [sample.tokens for group in (() if task.recorded is None else task.recorded.groups) for sample in group][:num_rows]
+        rows = tuple(sample.tokens for sample in samples) or tuple(recorded)
+        rows = rows or tuple(tokenize_prompt(tokenizer, prompt.content) for prompt in prompts)
+    except DataError as error:
+        return check_refused(error, tokenizer, dict(template_kwargs(config)))
     patient = Patient(config=config, mode=command.mode, tokenizer=tokenizer, model=model, task=task, rows=rows)
     say("texts: tokenizer, chat template, loss masks")
     findings += check_texts(patient, samples, num_rows)

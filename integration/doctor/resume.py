@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
                 if error:
                     found = f"three steps could not be run: {error}"
                     return judge(name, found, fails=True, advice="start the run itself: it says what is wrong")
+            forget_later(killed / place)
             error = run([*argv, *small, "--output-dir", str(killed), "--resume"], None, timeout_s)
         except subprocess.TimeoutExpired:
             return skip(
@@ -59,12 +61,19 @@ def check_resume(argv: Sequence[str], mode: str, *, timeout_s: float) -> Finding
     return judge(name, found, fails=bool(differences), advice=advice)
 
 
+def forget_later(checkpoints: Path) -> None:
+    """Remove the checkpoints behind that of the kill, which a fast run has written before it: the resumed run has a step to do."""
+    for path in list_checkpoints(checkpoints)[_STEPS - 1 :]:
+        shutil.rmtree(path)
+
+
 def shorten(mode: str) -> list[str]:
     """Return the options that make a run one of three steps that tells nobody: no logger hears of it, and nothing is published."""
     if mode == REWARD_MODEL:
-        return ["--quiet", "--training.num-steps", str(_STEPS), "--training.checkpoint-every", "1", "--loggers"]
+        small = ["--quiet", "--training.num-steps", str(_STEPS), "--training.checkpoint-every", "1"]
+        return [*small, "--training.keep-last-n", str(_STEPS), "--loggers"]
     small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
-    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1"]
+    small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--checkpoint.keep-last-n", str(_STEPS)]
     small += ["--preference.num-steps", str(_STEPS), "--preference.checkpoint-every", "1"] if "dpo" in mode else []
     return [*small, "--push-to-hub", "None", "--loggers"]
 

@@ -15,11 +15,11 @@ from integration.doctor.examine import Say, attempt, count_answers, take_answers
 from integration.doctor.findings import Finding, judge, skip
 from integration.doctor.heads import MOST_TOKENS, check_gradient
 from integration.doctor.numbers import check_repeats, choose_rows, compare_splits, find_window
-from integration.doctor.texts import check_pairs, check_template, check_tokenizer
+from integration.doctor.texts import check_pairs, check_refused, check_template, check_tokenizer
 from integration.expressions.loggers import check_loggers
 from integration.parts.hub_models import find_models
 from integration.parts.model_settings import check_optimizers
-from integration.run.reward_model import Pairs, create_pairs, create_reward_backend, create_start
+from integration.run.reward_model import create_pairs, create_reward_backend, create_start
 from integration.settings.reward_model import RewardModelConfig
 from rollouts.algorithms.preferences import pair_mean, score_loss
 from rollouts.backends.futures import open_pipeline
@@ -29,6 +29,7 @@ from rollouts.data.model_limits import read_config_limits
 from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.rows.loaded import hash_question
 from rollouts.engines.inprocess.engine import find_eos_ids
+from rollouts.errors import DataError
 from rollouts.reward_model_loop import evaluate_reward_model
 from rollouts.training.rollout_batch import select_values
 from rollouts.training.steps import submit_forward
@@ -60,8 +61,10 @@ async def examine_reward_model(config: RewardModelConfig, *, num_rows: int, say:
     _, config = find_models(config, quiet=True)
     say("loading the model and the pairs")
     model, tokenizer = create_start(config)
-    pairs: Pairs = create_pairs(config, model, tokenizer, say)
-    train, heldout = pairs
+    try:
+        train, heldout = create_pairs(config, model, tokenizer, say)
+    except DataError as error:
+        return check_refused(error, tokenizer)
     say("texts: tokenizer, chat template, scored tokens, pairs")
     answers = take_answers(train, num_rows)
     findings = [

@@ -14,6 +14,9 @@ from rollouts.types import Message, Sample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+REFUSED = "data"
+"""Name of the finding of data that cannot be read, without which no other check of the run can be made."""
+
 _SEEN = 200  # characters of a text in a message
 _FEWEST = 20  # pairs below which lengths are not judged
 _UNEVEN = 0.25  # share of good, or of bad answers, below which the others outweigh them
@@ -47,6 +50,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, num_embeddings: int, tex
         return judge(name, found, warns=True, advice=advice)
     some = f"{len(texts)} texts ({total} tokens) encode and decode unchanged; largest id {beyond} of {num_embeddings} embeddings"
     return judge(name, some) if texts else skip(name, "no texts of the data to try")
+
+
+def check_refused(error: DataError, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict[str, Any] | None = None) -> list[Finding]:
+    """Return the findings of data that cannot be read with this tokenizer and its chat template, which is checked alone."""
+    advice = "mend what the message names, or give the tokenizer and the chat template of the model; the other checks need the data"
+    template = check_template(tokenizer, several_turns=False, template_kwargs=template_kwargs)
+    return [judge(REFUSED, str(error), fails=True, advice=advice), template]
 
 
 def check_masks(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> Finding:

@@ -29,7 +29,7 @@ from integration.doctor.numbers import (
     create_reference,
     find_window,
 )
-from integration.doctor.resume import compare_lines, run_shortly, shorten
+from integration.doctor.resume import REWARD_MODEL, compare_lines, forget_later, run_shortly, shorten
 from integration.doctor.rewards import check_reward
 from integration.doctor.texts import check_end, check_masks, check_pairs, check_template, check_tokenizer
 from integration.settings.command_line import parse_command_line
@@ -375,6 +375,18 @@ def test_the_short_runs_of_the_resume_check_publish_nothing_and_tell_no_logger()
         assert (preference.num_steps, preference.checkpoint_every) == (3, 1), "a run of all its steps would take too long"
 
 
+def test_the_second_checkpoint_is_there_to_be_killed_and_resumed_at(tmp_path: Path):
+    """A run may keep one checkpoint only, and a fast one writes its third before the kill."""
+    for mode in ("sft", "rl", "sft+dpo"):
+        assert parse_command_line(["--checkpoint.keep-last-n", "1", *shorten(mode)]).config.checkpoint.keep_last_n == 3
+    assert parse(["--training.keep-last-n", "1", *shorten(REWARD_MODEL)]).config.training.keep_last_n == 3
+    for step in (1, 2, 3):
+        (tmp_path / f"step_{step:04d}" / "weights").mkdir(parents=True)
+    forget_later(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0001", "step_0002"]
+    forget_later(tmp_path / "missing")
+
+
 def test_a_run_that_says_much_does_not_stop_the_resume_check(tmp_path: Path):
     (tmp_path / "loud.py").write_text("import sys\nprint('word ' * 100_000, file=sys.stderr)\n")  # more than a pipe holds, and no config
     assert "loud.py" in run_shortly(["--config", str(tmp_path / "loud.py")], None, 60.0)
@@ -452,6 +464,27 @@ def test_ids_that_the_model_has_not_are_a_finding_and_no_crash(tmp_path: Path, c
     found = examine(capsys, [*argv, "--reward.function", f"{tmp_path / 'reward.py'}:right"])
     assert found["tokenizer"].status == "fail" and "but the model has 20 embeddings" in found["tokenizer"].found
     assert found["log-probs"].status == "skip" and "trainer log-probs" not in found
+
+
+def test_rows_that_cannot_be_read_are_a_failed_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A template that drops the thinking of earlier turns, and the tokenizer of another model, with rows that a run would refuse."""
+    answer = "<think>\nadd\n</think>\n\nIt is 2."
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": answer}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*turns, *turns]}) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2"}) + "\n")
+    for name, template, size in (("drops", DROPS_THINKING, 512), ("other", CHATML, 20)):
+        create_tiny_model(vocab_size=size).save_pretrained(tmp_path / name)
+        create_tokenizer(template).save_pretrained(str(tmp_path / name))
+    sft = ["--mode", "sft", "--data.path", str(tmp_path / "rows.jsonl")]
+    found = examine(capsys, [*sft, "--model.path", str(tmp_path / "drops")])
+    assert [finding.status for finding in found.values()] == ["fail", "warn", "skip"]
+    assert "rows.jsonl, line 1: the chat template renders" in found["data"].found and "of the model" in found["data"].advice
+    assert "drops the thinking of earlier turns" in found["chat template"].found
+    found = examine(capsys, [*sft, "--model.path", str(tmp_path / "other")])
+    assert found["data"].status == "fail" and "made with another tokenizer" in found["data"].found
+    scores = ["train-reward-model", "--data.path", str(tmp_path / "pairs.jsonl"), "--data.num-heldout", "1"]
+    found = examine(capsys, [*scores, "--model.path", str(tmp_path / "drops")])
+    assert found["data"].status == "fail" and found["resume"].status == "skip"
 
 
 def test_the_answers_of_preferences_are_examined(tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]):
