@@ -1,6 +1,6 @@
 """A program of the openai client is trained through a gateway over vLLM, and nothing is trained on but what the server has said.
 
-VLLM_PYTHON=path/to/venv/bin/python pytest -m vllm tests/real_servers/test_agents.py
+VLLM_PYTHON=path/to/venv/bin/python pytest -m vllm tests/real_servers/test_vllm_agents.py
 """
 
 from __future__ import annotations
