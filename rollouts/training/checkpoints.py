@@ -352,7 +352,7 @@ def _delete(checkpoints: Sequence[Path]) -> None:
         # rename first: a kill during deletion must not leave an incomplete directory that looks like a checkpoint
         doomed = _free_name(path.with_name(f"{_TEMPORARY_PREFIX}deleted_{path.name}"))
         path.rename(doomed)
-        _remove(doomed)  # of a link, which a user made to another disk, the link alone
+        _remove(doomed)  # a link, which a user made to another disk, is removed without its target
 
 
 def _free_name(path: Path) -> Path:

@@ -207,7 +207,7 @@ def test_each_option_of_the_short_help_is_one_of_the_program(name: str, capsys: 
         (["eval", "here", "--tokenizer", "there"], "--tokenizer is 'there', but it is for models on servers, and here has a tokenizer of"),
         (["gateway", "--model.device", "tpu"], "--model.device is 'tpu', expected cpu"),
         (["train-reward-model", "--training.best", "acc"], "--training.best is 'acc', but held-out pairs are measured by eval_accuracy"),
-        (["train", "--generation.temperature", "inf"], "--generation.temperature is inf, expected a finite number more than 0"),
+        (["train", "--generation.temperature", "inf"], "--generation.temperature is inf, expected a finite number, at least 1e-06"),
         (["gateway", "--chat", "maybe"], "--chat: invalid choice: 'maybe'"),
         (["tinker", "--port", "x"], "--port: invalid int value: 'x'; "),
         (["tinker", "--max-models", "0"], "--max-models is 0, expected"),

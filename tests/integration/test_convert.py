@@ -161,7 +161,7 @@ def test_adapters_alone_are_merged_into_their_base(run_directory: Path, tmp_path
             lambda s, t: [str(s), str(t / "new"), "--push-to-hub", "mine"],
             "--push-to-hub is 'mine', expected the name of a model on the hub",
         ),
-        (lambda s, t: [str(s), str(t / "new"), "--max-file-gib", "0"], "--max-file-gib is 0.0, expected more than 0"),
+        (lambda s, t: [str(s), str(t / "new"), "--max-file-gib", "0"], "--max-file-gib is 0.0, expected a number above 0, or None"),
     ],
 )
 def test_mistakes_are_told_and_nothing_is_written(
