@@ -23,26 +23,26 @@ def find_family(pid: int) -> set[int]:
 
 def list_listeners(pids: Iterable[int]) -> set[str]:
     """Return the addresses of TCP at which any of the processes listens."""
+    return set(find_listening_sockets(pids).values())
+
+
+def find_listening_sockets(pids: Iterable[int]) -> dict[str, str]:
+    """Return the addresses of TCP at which any of the processes listens, by the inodes of their sockets."""
     own = set[str]()
     for pid in pids:
         with suppress(OSError):  # it has ended
             for path in Path(f"/proc/{pid}/fd").iterdir():
                 with suppress(OSError):
                     own.add(os.readlink(path))
-    found = set[str]()
+    found: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         file = Path(f"/proc/net/{table}")
         for line in file.read_text().splitlines()[1:] if file.exists() else ():
             columns = line.split()
             if columns[3] == "0A" and f"socket:[{columns[9]}]" in own:  # listens
                 words = bytes.fromhex(columns[1].partition(":")[0])
-                found.add(
-                    str(
-                        ipaddress.ip_address(
-                            b"".join(struct.pack(">I", *struct.unpack("=I", words[i : i + 4])) for i in range(0, len(words), 4))
-                        )
-                    )
-                )
+                packed = b"".join(struct.pack(">I", *struct.unpack("=I", words[i : i + 4])) for i in range(0, len(words), 4))
+                found[columns[9]] = str(ipaddress.ip_address(packed))
     return found
 
 
