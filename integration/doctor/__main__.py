@@ -85,22 +85,30 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     return Options(rows=rows, resume_timeout_s=timeout_s, as_json=as_json), rest
 
 
+def skip_resume(options: Options, findings: Sequence[Finding]) -> Finding | None:
+    """Return the finding that takes the place of the check of resuming; None = the check is to be made."""
+    from integration.doctor.findings import skip  # imports torch, which the help does not need
+    from integration.doctor.texts import REFUSED
+
+    if options.resume_timeout_s == 0:
+        return skip("resume", "left out by --resume-timeout-s 0")
+    if any(finding.check == REFUSED for finding in findings):
+        return skip("resume", "the run would refuse the data")
+    return None
+
+
 def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Finding]:
     """Run all checks. argv: the options of the run, for the processes of the check of resuming."""
     from integration.doctor.examine import examine  # imports torch, which the help does not need
-    from integration.doctor.findings import skip
     from integration.doctor.resume import check_resume
-    from integration.doctor.texts import REFUSED
 
     if command.resume or command.dry_run:
         raise ConfigError("the doctor examines a run that is to start: leave --resume and --dry-run out")
     say = partial(print, file=sys.stderr, flush=True)
     with TemporaryDirectory(prefix="rollouts-doctor-") as directory:
         findings = trio.run(partial(examine, command, num_rows=options.rows, directory=Path(directory), say=say))
-    if options.resume_timeout_s == 0:
-        return [*findings, skip("resume", "left out by --resume-timeout-s 0")]
-    if any(finding.check == REFUSED for finding in findings):
-        return [*findings, skip("resume", "the run would refuse the data")]
+    if skipped := skip_resume(options, findings):
+        return [*findings, skipped]
     say("resuming: three short runs")
     own = [a for i, a in enumerate(argv) if a != "--mode" and (i == 0 or argv[i - 1] != "--mode") and not a.startswith("--mode=")]
     return [*findings, check_resume(own, command.mode, timeout_s=options.resume_timeout_s)]
@@ -108,19 +116,15 @@ def run(options: Options, command: CommandLine, argv: Sequence[str]) -> list[Fin
 
 def run_on_scores(options: Options, command: RewardModelArguments, argv: Sequence[str]) -> list[Finding]:
     """Run all checks of the training of a reward model. argv: its options, for the processes of the check of resuming."""
-    from integration.doctor.findings import skip
     from integration.doctor.resume import REWARD_MODEL, check_resume
     from integration.doctor.reward_model import examine_reward_model  # imports torch, which the help does not need
-    from integration.doctor.texts import REFUSED
 
     if command.resume:
         raise ConfigError("the doctor examines a run that is to start: leave --resume out")
     say = partial(print, file=sys.stderr, flush=True)
     findings = trio.run(partial(examine_reward_model, command.config, num_rows=options.rows, say=say))
-    if options.resume_timeout_s == 0:
-        return [*findings, skip("resume", "left out by --resume-timeout-s 0")]
-    if any(finding.check == REFUSED for finding in findings):
-        return [*findings, skip("resume", "the run would refuse the data")]
+    if skipped := skip_resume(options, findings):
+        return [*findings, skipped]
     say("resuming: three short runs")
     return [*findings, check_resume(argv, REWARD_MODEL, timeout_s=options.resume_timeout_s)]
 

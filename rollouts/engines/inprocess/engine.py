@@ -113,7 +113,7 @@ class InProcessEngine:
                 begin alike; 0 = none. What is kept changes no numbers on a CPU. A model without slots keeps nothing.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
             cuda_graphs: decode by CUDA graphs, one for each bucket of slots and lengths, see graphs.py.
-            kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; all but "torch" keep packed copies of weights.
+            kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; "packed" packs large weights alone.
             name: name in messages.
 
         Raises: ConfigError for a model that cannot decode over slots, a max_length beyond its context, experts that cannot be recorded, or
