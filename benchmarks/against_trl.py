@@ -42,7 +42,7 @@ from integration.tasks.task import Task
 from rollouts.backends.optim.optimizers import create_rule
 from rollouts.config_files import load_config, save_config
 from rollouts.data.prompts import DataBuffer
-from rollouts.training.checkpoints import latest_checkpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint
 from rollouts.types import Prompt, Sample, Status
 
 STAGES = ("generate_s", "train_s", "checkpoint_s", "sync_s")

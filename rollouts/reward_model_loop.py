@@ -19,9 +19,9 @@ from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import ConfigError, DataError
 from rollouts.supervised_loop import SupervisedRun, run_supervised
-from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
-from rollouts.training.run_state import RunInputs
+from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.run_state import RunInputs
 from rollouts.training.steps import (
     Abandonment,
     Metrics,

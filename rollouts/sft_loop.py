@@ -21,10 +21,10 @@ from rollouts.data.prompts import stream_positions
 from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
 from rollouts.supervised_loop import SupervisedRun, run_supervised
-from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_batch import select_log_probs
-from rollouts.training.run_state import RunInputs
+from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.run_state import RunInputs
 from rollouts.training.steps import (
     Abandonment,
     EvaluateFn,

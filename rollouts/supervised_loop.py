@@ -13,9 +13,9 @@ from typing import TypeAlias
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.checks import require_flag
 from rollouts.config import PreferenceTrainingConfig, RewardModelTrainingConfig, SFTTrainingConfig
-from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.metrics import MetricsLogger, log_offset
-from rollouts.training.run_state import RunInputs, RunState
+from rollouts.training.saving.best import BestCheckpoint, add_to, protect, state_of
+from rollouts.training.saving.run_state import RunInputs, RunState
 from rollouts.training.steps import (
     Abandonment,
     EvaluateFn,

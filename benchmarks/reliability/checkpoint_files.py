@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.reliability.experiment import Amount, Outcome, Skipped
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import (
+from rollouts.training.saving.checkpoints import (
     checkpoint_name,
     finish_save,
     latest_checkpoint,
@@ -212,7 +212,7 @@ from pathlib import Path
 import torch, trio
 from safetensors.torch import save_file
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import latest_checkpoint, save_checkpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint, save_checkpoint
 
 directory, naive = Path(sys.argv[1]) / "checkpoints", Path(sys.argv[1]) / "naive.pt"
 big = {"w": torch.ones(24 * 2**18)}

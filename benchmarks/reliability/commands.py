@@ -21,8 +21,8 @@ import transformers.models.qwen3.modeling_qwen3
 import trio
 
 import integration.run.job
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import latest_checkpoint
 
 PRELOADED = (integration.run.job, transformers.models.qwen3.modeling_qwen3)  # what each process would import otherwise
 

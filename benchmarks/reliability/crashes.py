@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.reliability.commands import REWARD, RL, SFT, Naive, run_train
 from benchmarks.reliability.experiment import Amount, Outcome
 from integration.crash.replay import EXIT_DIFFERS
-from rollouts.training.checkpoints import list_checkpoints
+from rollouts.training.saving.checkpoints import list_checkpoints
 
 
 def _do_nothing(*arguments: object) -> None:

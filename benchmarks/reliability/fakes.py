@@ -35,9 +35,9 @@ from rollouts.rl_loop import run_rl_training
 from rollouts.seeds import derive_seed
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend, FakeEngine, random_answer
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, read_metrics
 from rollouts.training.rl_run import restore_rl_run
+from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 
 Loop: TypeAlias = Literal["sft", "dpo", "reward_model", "rl", "async"]

@@ -29,7 +29,7 @@ from rollouts.engines.http.endpoint import RetryPolicy
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.vllm.engine import VLLMEngine
 from rollouts.testing import FakeBackend, FakeSGLangServer, FakeVLLMServer
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints
+from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints
 from rollouts.types import TokenOutputs, TrainBatch
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.reliability.commands import RL, SFT, Left, Naive, differences, read_run, run_train
 from benchmarks.reliability.experiment import Amount, Outcome
 from benchmarks.reliability.fakes import STALENESS, find_prompts
-from rollouts.training.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
 
 GRACE_S = 10.0
 

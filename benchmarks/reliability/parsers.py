@@ -37,9 +37,9 @@ from rollouts.environments.tools.tool import create_tool, fit_arguments
 from rollouts.errors import RolloutsError
 from rollouts.gateway.refusals import parse_body
 from rollouts.gateway.server import DIALECTS
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
-from rollouts.training.run_state import parse_run_state, read_run_state
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import parse_run_state, read_run_state
 from rollouts.types import SamplingParams
 
 URL = httpx.URL("http://server/")

@@ -31,7 +31,7 @@ from rollouts.errors import CheckpointError, ConfigError
 from rollouts.models.loading import check_model_directory, load_hf_model, load_tokenizer, parse_dtype
 from rollouts.models.weights import INDEX_FILE, WEIGHTS_FILE, check_finite_weights
 from rollouts.output_files import explain_writes
-from rollouts.training.checkpoints import MANIFEST_FILE, RUN_STATE_FILE, verify_checkpoint
+from rollouts.training.saving.checkpoints import MANIFEST_FILE, RUN_STATE_FILE, verify_checkpoint
 
 _OWN = (MANIFEST_FILE, RUN_STATE_FILE, WEIGHT_VERSION_FILE)
 """Files of a checkpoint that are no part of a model."""

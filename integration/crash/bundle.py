@@ -29,7 +29,7 @@ from integration.crash.recorder import RecordedCall, RecordedUpdate
 from rollouts.backends.unread_metrics import UnreadMetrics
 from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import RUN_STATE_FILE, verify_checkpoint
+from rollouts.training.saving.checkpoints import RUN_STATE_FILE, verify_checkpoint
 from rollouts.types import KeptSets, LossFn, RewardComponents, TrainBatch, TurnLevels, Turns
 
 SCHEMA = 1

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollouts.backends.pytorch.files import take_random_state
 from rollouts.backends.unread_metrics import UnreadMetrics
 from rollouts.errors import BackendError, BadNumberError
-from rollouts.training.checkpoints import directory_size
+from rollouts.training.saving.checkpoints import directory_size
 from rollouts.types import LossFn, TrainBatch
 
 HISTORY_BYTES = 256 << 20

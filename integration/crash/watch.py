@@ -30,7 +30,7 @@ from rollouts.config_files import save_config
 from rollouts.errors import BadNumberError, CheckpointError, OutputError, make_safe, redact
 from rollouts.models.loading import find_device_name
 from rollouts.output_files import is_disk_full
-from rollouts.training.checkpoints import checkpoint_name, directory_size, list_checkpoints, save_checkpoint, verify_checkpoint
+from rollouts.training.saving.checkpoints import checkpoint_name, directory_size, list_checkpoints, save_checkpoint, verify_checkpoint
 from rollouts.types import TrainBatch
 
 CRASHES = "crash"

@@ -15,7 +15,7 @@ from typing import Any
 
 from integration.doctor.findings import Finding, judge, skip
 from rollouts.checks import parse_json
-from rollouts.training.checkpoints import list_checkpoints
+from rollouts.training.saving.checkpoints import list_checkpoints
 
 _POLL_S = 0.05
 _CLOCKED = ("_s", "per_second")  # ends of the names of metrics that measure time

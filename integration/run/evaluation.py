@@ -29,7 +29,7 @@ from rollouts.generation.single_turn import GroupSettings
 from rollouts.rewards.evaluate import RewardFn, score_group
 from rollouts.seeds import derive_seed
 from rollouts.sft_loop import evaluate_sft
-from rollouts.training.best import BestCheckpoint
+from rollouts.training.saving.best import BestCheckpoint
 from rollouts.types import Group, Prompt, Sample, SamplingParams, Status
 
 if TYPE_CHECKING:

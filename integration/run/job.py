@@ -64,9 +64,9 @@ from rollouts.config_files import load_config, to_dict
 from rollouts.errors import make_safe, raise_single_errors, redact
 from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes, replace_file
-from rollouts.training.checkpoints import has_checkpoints, lock_run_directory, watch_saves
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
-from rollouts.training.run_state import RunInputs
+from rollouts.training.saving.checkpoints import has_checkpoints, lock_run_directory, watch_saves
+from rollouts.training.saving.run_state import RunInputs
 
 _logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 2e-5

@@ -26,8 +26,8 @@ from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.config import PreferenceTrainingConfig
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.preference_loop import STAGE, PreferenceParts, measure_preferences, score_reference, train_preferences
-from rollouts.training.checkpoints import latest_checkpoint
-from rollouts.training.run_state import RunState
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import RunState
 from rollouts.training.steps import EvaluateFn
 
 _SCORED_BETWEEN_WRITES = 1024  # pairs

@@ -49,9 +49,9 @@ from rollouts.models.loading import load_tokenizer, parse_device
 from rollouts.models.prepare import recompute_activations
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
-from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import latest_checkpoint, lock_run_directory, watch_saves
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
+from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint, lock_run_directory, watch_saves
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

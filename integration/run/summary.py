@@ -12,8 +12,8 @@ from integration.settings.episodes import EPISODE_TASKS
 from rollouts.config import CheckpointConfig, parse_metric
 from rollouts.data.trajectories import read_samples
 from rollouts.errors import ConfigError
-from rollouts.training.checkpoints import checkpoint_name
 from rollouts.training.logs.figures import draw_run
+from rollouts.training.saving.checkpoints import checkpoint_name
 from rollouts.training.summaries import find_warnings
 from rollouts.types import Sample
 

@@ -30,7 +30,7 @@ from rollouts.data.datasets import DatasetSpec
 from rollouts.data.rows.files import list_row_files
 from rollouts.data.rows.hub import HUB_PREFIX
 from rollouts.errors import DataError
-from rollouts.training.run_state import FileMark, RunInputs
+from rollouts.training.saving.run_state import FileMark, RunInputs
 
 ROWS_FILE = "data_rows.json"
 """File of a run with the checksums of lines; without it a change is noticed, but no line is named."""

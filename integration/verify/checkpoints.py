@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from integration.doctor.findings import Finding, judge
 from integration.verify.lines import Lines
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import checkpoint_name, find_undeleted, list_checkpoints
-from rollouts.training.run_state import RunState, read_run_state
+from rollouts.training.saving.checkpoints import checkpoint_name, find_undeleted, list_checkpoints
+from rollouts.training.saving.run_state import RunState, read_run_state
 
 
 @dataclass(frozen=True)

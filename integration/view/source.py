@@ -20,7 +20,7 @@ from rollouts.data.records import TrajectoryRecord, derive_steps
 from rollouts.data.samples import describe_sample
 from rollouts.data.trajectories import iterate_records, measure_groups
 from rollouts.errors import ConfigError, DataError
-from rollouts.training.checkpoints import list_checkpoints
+from rollouts.training.saving.checkpoints import list_checkpoints
 from rollouts.types import Message
 
 TRAJECTORIES = Path("rl", "trajectories")

@@ -14,7 +14,7 @@ from rollouts.errors import CheckpointError, DataError
 from rollouts.gateway.refusals import Refusal
 from rollouts.tinker.trained import is_attention
 from rollouts.tinker.wire.paths import SavedPath, parse_path
-from rollouts.training.checkpoints import RUN_STATE_FILE, checkpoint_name, load_run_state, save_checkpoint
+from rollouts.training.saving.checkpoints import RUN_STATE_FILE, checkpoint_name, load_run_state, save_checkpoint
 
 
 def find_saved(path: str, root: Path) -> Path:

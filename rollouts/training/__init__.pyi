@@ -1,6 +1,6 @@
 """The public names of this package: the only list of them, for editors, type checkers and, by rollouts/_lazy.py, at run time."""
 
-from .checkpoints import latest_checkpoint as latest_checkpoint, save_checkpoint as save_checkpoint
+from .saving.checkpoints import latest_checkpoint as latest_checkpoint, save_checkpoint as save_checkpoint
 from .logs.figures import draw_comparison as draw_comparison, draw_run as draw_run
 from .metrics import (
     JSONLLogger as JSONLLogger,

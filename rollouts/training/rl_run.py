@@ -36,8 +36,6 @@ from rollouts.engines.protocol import (
 )
 from rollouts.errors import BadNumberError, CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
 from rollouts.seeds import derive_seed
-from rollouts.training.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.checkpoints import RUN_STATE_FILE
 from rollouts.training.distillation.teachers import TEACHER_COLUMNS, Teacher
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
@@ -49,7 +47,9 @@ from rollouts.training.requirements import (
     check_rl_batch_sizes,
 )
 from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
-from rollouts.training.run_state import RunInputs, RunState, read_run_state
+from rollouts.training.saving.best import BestCheckpoint, add_to, protect, state_of
+from rollouts.training.saving.checkpoints import RUN_STATE_FILE
+from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
 from rollouts.training.steps import (
     Abandonment,
     EvaluateFn,

@@ -31,8 +31,8 @@ from rollouts.backends.protocol import (
 )
 from rollouts.batches import find_shared_prompts, plan_sharded_microbatches, plan_shared_microbatches, select_rows
 from rollouts.errors import BackendError, CheckpointError, raise_single_errors
-from rollouts.training.checkpoints import list_checkpoints, run_shielded, stage_checkpoint
-from rollouts.training.run_state import RunState
+from rollouts.training.saving.checkpoints import list_checkpoints, run_shielded, stage_checkpoint
+from rollouts.training.saving.run_state import RunState
 from rollouts.types import LossFn, TrainBatch
 
 Metrics: TypeAlias = dict[str, float]

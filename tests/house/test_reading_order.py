@@ -18,7 +18,7 @@ QUESTIONS = {  # a stranger's question -> the file that answers it, by the first
     "GRPO's loss": "rollouts/algorithms/losses.py",
     "too old": "rollouts/asynchronous",
     "new weights": "rollouts/engines/vllm",
-    "checkpoint": "rollouts/training/checkpoints.py",
+    "checkpoint": "rollouts/training/saving/checkpoints.py",
     "`Sample` holds": "rollouts/types.py",
     "environment": "rollouts/environments",
 }

@@ -23,9 +23,9 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import read_metrics
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.types import RolloutBatch, Sample
 
 NUM_PROMPTS = 24  # an epoch

@@ -31,7 +31,7 @@ from rollouts.algorithms.losses import policy_loss, sft_loss
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
 from rollouts.errors import BadNumberError, ConfigError
 from rollouts.training import rollout_batch
-from rollouts.training.checkpoints import list_checkpoints
+from rollouts.training.saving.checkpoints import list_checkpoints
 from rollouts.types import KeptSets, RewardComponents, TrainBatch, TurnLevels, Turns
 
 RUN = """

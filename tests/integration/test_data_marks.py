@@ -17,8 +17,8 @@ from integration.tasks import data_marks
 from integration.tasks.data_marks import compare_data, find_changed_settings, mark_data, mark_settings, read_lines, write_lines
 from integration.verify.check_run import check_run
 from rollouts.errors import ConfigError, DataError
-from rollouts.training.checkpoints import save_checkpoint
-from rollouts.training.run_state import RunInputs, RunState
+from rollouts.training.saving.checkpoints import save_checkpoint
+from rollouts.training.saving.run_state import RunInputs, RunState
 from tests.support import needs
 
 

@@ -38,9 +38,9 @@ from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.hub import HubModel
 from rollouts.testing import FakeVLLMServer, create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import read_run_state
 
 
 @pytest.fixture

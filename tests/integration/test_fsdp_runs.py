@@ -25,8 +25,8 @@ from integration.settings.sections import BackendSection, ModelSection
 from integration.train import main
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.errors import ConfigError
-from rollouts.training.checkpoints import list_checkpoints
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import list_checkpoints
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import DataError
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import list_checkpoints
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import list_checkpoints
 
 BEST = ["--checkpoint.best", "held_out_accuracy", "--checkpoint.patience", "1"]
 

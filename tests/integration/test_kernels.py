@@ -16,8 +16,8 @@ from integration.settings.config import Config, find_kernels
 from integration.settings.sections import ModelSection
 from rollouts.errors import ConfigError
 from rollouts.models import linear
-from rollouts.training.checkpoints import save_checkpoint
-from rollouts.training.run_state import RunState
+from rollouts.training.saving.checkpoints import save_checkpoint
+from rollouts.training.saving.run_state import RunState
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from rollouts.backends.lora.files import ADAPTER_DIRECTORY, fingerprint_base, re
 from rollouts.config import OptimizerConfig
 from rollouts.errors import ConfigError
 from rollouts.models.loading import load_hf_model
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
+from rollouts.training.saving.checkpoints import latest_checkpoint
 
 
 async def test_an_interrupted_run_goes_on_and_its_own_base_is_the_reference(start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from integration.run import signal_watch
-from rollouts.training.checkpoints import watch_saves
+from rollouts.training.saving.checkpoints import watch_saves
 
 
 @pytest.mark.parametrize(("limit_s", "expected_s"), [(300.0, 0.6), (0.2, 0.4)])

@@ -36,9 +36,9 @@ from rollouts.data.trajectories import read_records, read_samples
 from rollouts.errors import ConfigError, GenerationError
 from rollouts.models.heads import create_reward_model
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics, truncate_log
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.types import Sample
 
 

@@ -31,8 +31,8 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import load_config
 from rollouts.data.trajectories import read_samples
 from rollouts.testing import create_tiny_model
-from rollouts.training.checkpoints import list_checkpoints, verify_checkpoint
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import list_checkpoints, verify_checkpoint
 
 SMALL = (
     "--sft.num-steps 6 --sft.batch-size 16 --sft.eval-every 3 --rl.num-steps 3 --rl.prompts-per-step 4 --rl.samples-per-prompt 4 "

@@ -32,11 +32,11 @@ from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import run_rl_training
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model, random_answer
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.parity import ParityWarning
 from rollouts.training.rl_run import restore_rl_run
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.types import KLControl, RolloutBatch, Sample, SamplingParams
 
 IN_MEMORY = RLTrainingConfig(num_steps=5, weight_sync="memory")

@@ -31,10 +31,10 @@ from rollouts.preference_loop import (
     train_preferences,
 )
 from rollouts.testing import create_tiny_model
-from rollouts.training.best import BestCheckpoint
-from rollouts.training.checkpoints import latest_checkpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 

@@ -18,9 +18,9 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.sft_loop import evaluate_sft, perplexity, run_sft_training, select_sft_rows
 from rollouts.testing import FakeBackend
 from rollouts.testing.models import create_tiny_model
-from rollouts.training.best import BestCheckpoint
 from rollouts.training.metrics import JSONLLogger, read_metrics
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
@@ -185,7 +185,7 @@ async def test_a_backend_that_cannot_checkpoint_is_refused_before_training(tmp_p
 
 
 async def test_the_checkpoint_knows_how_long_the_metrics_file_was(tmp_path: Path):
-    from rollouts.training.run_state import read_run_state
+    from rollouts.training.saving.run_state import read_run_state
 
     logger = JSONLLogger(tmp_path / "metrics.jsonl")
     config = SFTTrainingConfig(num_steps=2, batch_size=2, checkpoint_every=1)

@@ -1355,7 +1355,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("training/test_requirements.py::test_single_answers_have_no_turns_to_compare",),
     ),
     Mutation(
-        "training/checkpoints.py",
+        "training/saving/checkpoints.py",
         "checkpoints are ordered by name, not by number",
         "return [path for _, path in sorted(found)]",
         "return sorted(path for _, path in found)",
@@ -1544,7 +1544,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("training/test_checkpoints_beside.py::test_a_failed_write_is_noticed_long_before_the_next_checkpoint",),
     ),
     Mutation(
-        "training/checkpoints.py",
+        "training/saving/checkpoints.py",
         "a cancelled run leaves its checkpoint unwritten",
         "    with trio.CancelScope(shield=True):\n        results.append(await trio.to_thread.run_sync(function))\n",
         "    results.append(await trio.to_thread.run_sync(function))\n",

@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import (
+from rollouts.training.saving.checkpoints import (
     find_undeleted,
     finish_save,
     latest_checkpoint,
@@ -161,7 +161,7 @@ async def test_of_an_old_checkpoint_that_is_a_link_the_link_alone_is_deleted(tmp
 
 async def test_a_leftover_that_cannot_be_removed_is_told_and_hinders_no_save(tmp_path, monkeypatch):
     (tmp_path / f".tmp_step_0001_{os.getpid()}").mkdir()
-    monkeypatch.setattr("rollouts.training.checkpoints._remove", lambda path: (_ for _ in ()).throw(PermissionError("not yours")))
+    monkeypatch.setattr("rollouts.training.saving.checkpoints._remove", lambda path: (_ for _ in ()).throw(PermissionError("not yours")))
     with pytest.warns(UserWarning, match=r"\.tmp_step_0001_.* cannot be removed \(not yours\): remove it yourself"):
         path = await save(tmp_path, 1)
     assert latest_checkpoint(tmp_path) == path

@@ -20,7 +20,7 @@ import trio
 from forked import Child
 
 from rollouts.errors import CheckpointError, ConfigError
-from rollouts.training.checkpoints import (
+from rollouts.training.saving.checkpoints import (
     MANIFEST_FILE,
     checkpoint_name,
     find_damaged,
@@ -282,7 +282,7 @@ async def test_a_cancelled_save_leaves_nothing(tmp_path, autojump_clock):
 KILLED = """
 import sys, trio
 from pathlib import Path
-from rollouts.training.checkpoints import latest_checkpoint, save_checkpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint, save_checkpoint
 
 async def main(directory):
     newest = latest_checkpoint(directory)
@@ -325,7 +325,7 @@ FULL_DISK = """
 import sys, torch, trio
 from pathlib import Path
 from safetensors.torch import save_file
-from rollouts.training.checkpoints import latest_checkpoint, save_checkpoint
+from rollouts.training.saving.checkpoints import latest_checkpoint, save_checkpoint
 from rollouts.errors import CheckpointError
 
 async def main(directory):
@@ -364,7 +364,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from rollouts.training.checkpoints import lock_run_directory
+from rollouts.training.saving.checkpoints import lock_run_directory
 with lock_run_directory(Path(sys.argv[1])):
     print("held")
     signal.pause()

@@ -19,7 +19,7 @@ from rollouts.config import SFTTrainingConfig
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
-from rollouts.training.run_state import RunState, read_run_state
+from rollouts.training.saving.run_state import RunState, read_run_state
 from rollouts.training.steps import note_checkpoint, open_checkpoints
 
 PATIENCE_S = 60
@@ -209,8 +209,8 @@ from pathlib import Path
 from rollouts.backends.futures import ImmediateTrainFuture
 from rollouts.backends.protocol import BackendFeature
 from rollouts.testing import FakeBackend
-from rollouts.training.checkpoints import latest_checkpoint
-from rollouts.training.run_state import RunState
+from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.run_state import RunState
 from rollouts.training.steps import open_checkpoints
 
 class Backend(FakeBackend):

@@ -37,7 +37,7 @@ from rollouts.training.metrics import (
     read_metrics,
     truncate_log,
 )
-from rollouts.training.run_state import read_run_state
+from rollouts.training.saving.run_state import read_run_state
 from rollouts.training.summaries import summarize_mismatch, summarize_samples
 from rollouts.types import Sample, Status
 

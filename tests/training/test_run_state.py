@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import save_checkpoint
-from rollouts.training.run_state import MIGRATIONS, SCHEMA, FileMark, RunInputs, RunState, parse_run_state, read_run_state
+from rollouts.training.saving.checkpoints import save_checkpoint
+from rollouts.training.saving.run_state import MIGRATIONS, SCHEMA, FileMark, RunInputs, RunState, parse_run_state, read_run_state
 
 BEST = {"metric": "eval_loss", "value": 0.5, "step": 2, "num_since": 1}
 INPUTS = RunInputs(data={"data.path": FileMark(size=3, hash="ab")}, settings={"seed": "00000001"})

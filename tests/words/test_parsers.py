@@ -13,8 +13,8 @@ from benchmarks.reliability.parsers import Parser, list_parsers
 from rollouts.engines.http.samples import expand_spans
 from rollouts.engines.text.protocol import join_chunks
 from rollouts.errors import CheckpointError, ConfigError, DataError, EngineProtocolError
-from rollouts.training.checkpoints import verify_checkpoint
 from rollouts.training.metrics import read_metrics
+from rollouts.training.saving.checkpoints import verify_checkpoint
 
 PARSERS = {parser.name: parser for parser in list_parsers()}
 DEEP = b'{"a":' * 100_000

@@ -11,7 +11,7 @@ from typing import Any
 from rollouts.config import HELDOUT_PREFIX, parse_metric
 from rollouts.config_files import is_whole
 from rollouts.errors import ConfigError
-from rollouts.training.checkpoints import checkpoint_name
+from rollouts.training.saving.checkpoints import checkpoint_name
 
 
 @dataclass(frozen=True, kw_only=True)

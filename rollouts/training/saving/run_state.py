@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from rollouts.checks import parse_json
 from rollouts.errors import CheckpointError
-from rollouts.training.checkpoints import RUN_STATE_FILE, verify_checkpoint
+from rollouts.training.saving.checkpoints import RUN_STATE_FILE, verify_checkpoint
 
 SCHEMA = 2
 """Schema of the files that are written."""
