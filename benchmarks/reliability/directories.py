@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.reliability.commands import SFT, run_train
 from benchmarks.reliability.experiment import Amount, Outcome
 from rollouts.errors import ConfigError
-from rollouts.training.saving.checkpoints import lock_run_directory
+from rollouts.training.saving.run_lock import lock_run_directory
 
 
 def _hold(directory: Path) -> int:

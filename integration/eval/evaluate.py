@@ -46,7 +46,7 @@ from rollouts.generation.evaluation import EVALUATION_PREFIX
 from rollouts.generation.single_turn import GroupSettings, generate_group
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.rewards.evaluate import score_group
-from rollouts.training.saving.checkpoints import lock_run_directory
+from rollouts.training.saving.run_lock import lock_run_directory
 from rollouts.types import Group, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:

@@ -65,7 +65,8 @@ from rollouts.errors import make_safe, raise_single_errors, redact
 from rollouts.models.loading import parse_device
 from rollouts.output_files import explain_writes, replace_file
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
-from rollouts.training.saving.checkpoints import has_checkpoints, lock_run_directory, watch_saves
+from rollouts.training.saving.checkpoints import has_checkpoints, watch_saves
+from rollouts.training.saving.run_lock import lock_run_directory
 from rollouts.training.saving.run_state import RunInputs
 
 _logger = logging.getLogger(__name__)

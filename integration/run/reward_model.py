@@ -51,7 +51,8 @@ from rollouts.output_files import explain_writes, replace_file
 from rollouts.reward_model_loop import STAGE, evaluate_reward_model, train_reward_model
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, read_metrics
 from rollouts.training.saving.best import BestCheckpoint
-from rollouts.training.saving.checkpoints import latest_checkpoint, lock_run_directory, watch_saves
+from rollouts.training.saving.checkpoints import latest_checkpoint, watch_saves
+from rollouts.training.saving.run_lock import lock_run_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

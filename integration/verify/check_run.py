@@ -24,7 +24,8 @@ from rollouts.checks import parse_json
 from rollouts.config_files import read_json
 from rollouts.data.trajectories import iterate_records
 from rollouts.errors import ConfigError, RolloutsError
-from rollouts.training.saving.checkpoints import LOCK_FILE, checkpoint_name, find_leftovers, list_checkpoints
+from rollouts.training.saving.checkpoints import checkpoint_name, find_leftovers, list_checkpoints
+from rollouts.training.saving.run_lock import LOCK_FILE
 from rollouts.training.saving.run_state import read_run_state
 
 STAGES = ("sft", "dpo", "rl")

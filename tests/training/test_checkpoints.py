@@ -27,10 +27,10 @@ from rollouts.training.saving.checkpoints import (
     latest_checkpoint,
     list_checkpoints,
     load_run_state,
-    lock_run_directory,
     save_checkpoint,
     verify_checkpoint,
 )
+from rollouts.training.saving.run_lock import lock_run_directory
 
 Write = Callable[[Path], Awaitable[None]]
 
@@ -364,7 +364,7 @@ def test_a_disk_that_is_really_full(tmp_path):
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from rollouts.training.saving.checkpoints import lock_run_directory
+from rollouts.training.saving.run_lock import lock_run_directory
 with lock_run_directory(Path(sys.argv[1])):
     print("held")
     signal.pause()

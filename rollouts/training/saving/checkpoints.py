@@ -1,4 +1,4 @@
-"""Checkpoint directories: atomic, numbered, verified by checksum; and the lock of a run directory.
+"""Checkpoint directories: atomic, numbered, verified by checksum.
 
     checkpoints/step_0060/     files of the backend (weights in Hugging Face layout, optimizer, schedule, random state)
                   run_state.json   step, data position, partial samples, length of the metrics file
@@ -18,12 +18,9 @@ import json
 import os
 import re
 import shutil
-import socket
-import time
 import warnings
 import zlib
-from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,14 +28,13 @@ from typing import Any, TypeVar, cast
 import trio
 
 from rollouts.checks import parse_json
-from rollouts.errors import CheckpointError, ConfigError
-from rollouts.output_files import explain_writes, is_disk_full
+from rollouts.errors import CheckpointError
+from rollouts.output_files import is_disk_full
 
 T = TypeVar("T")
 
 RUN_STATE_FILE = "run_state.json"
 MANIFEST_FILE = "manifest.json"
-LOCK_FILE = "run.lock"
 _STEP = re.compile(r"step_(\d+)")
 _TEMPORARY_PREFIX = ".tmp_"
 _REPLACED_PREFIX = "replaced_"
@@ -409,63 +405,3 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _explain_directory(directory: Path, error: OSError | ValueError) -> str:
-    """Return the reason for which a directory cannot be made or written, and what to do."""
-    if isinstance(error, ValueError):
-        return f"as its name is not one of a file ({error}): choose another --output-dir"
-    near = next(path for path in (directory, *directory.parents, Path(".")) if os.path.lexists(path))
-    if not near.exists():
-        return f"as {near} is a link to {near.readlink()}, at which nothing is found: remove it, or choose another --output-dir"
-    if not near.is_dir():
-        return f"as {near} is a file: choose another --output-dir, or move the file away"
-    reason = error.strerror or str(error)
-    return f"as it cannot be written in {near} ({reason}): choose an --output-dir on a disk where you may write"
-
-
-@contextmanager
-def lock_run_directory(directory: Path, clock: Callable[[], float] = time.time) -> Generator[None]:
-    """Lock a run directory for one process. The operating system releases the lock when the process ends in any way.
-
-    If the file system has no locks, warn and continue without one.
-
-    Raises: ConfigError naming process, host and start time of the run that holds the lock, or the reason why no run is possible there.
-    """
-    path = directory / LOCK_FILE
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        opened = path.open("a+", encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise ConfigError(f"{directory} cannot hold a run, {_explain_directory(directory, error)}") from error
-    with opened as file:
-        try:
-            _lock(file.fileno())
-        except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
-            raise ConfigError(
-                f"{directory} is in use by a live run ({file.read().strip() or 'which has not said which'}): "
-                "wait for it, stop it, or choose another --output-dir"
-            ) from error
-        except OSError as error:
-            warnings.warn(f"{path} cannot be locked ({error}): make sure yourself that no other run writes there", stacklevel=3)
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(clock()))
-        with explain_writes(path):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
-            file.flush()
-        yield
-
-
-def _lock(descriptor: int) -> None:
-    """Lock an open file exclusively, without waiting: BlockingIOError or PermissionError if another process holds it."""
-    if os.name == "nt":
-        import msvcrt
-
-        locking = cast("Any", msvcrt)
-        os.lseek(descriptor, 1 << 20, os.SEEK_SET)  # a byte past the text, so that others can read it
-        locking.locking(descriptor, locking.LK_NBLCK, 1)
-    else:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
