@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import math
@@ -11,7 +12,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -72,6 +73,7 @@ from rollouts.training.saving.run_state import RunInputs
 _logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 2e-5
 _NEW_OBJECTS = 10_000  # number of them at which the garbage collector runs; it visits them again and again while groups are in flight
+LAST_FIRST = ("rl", "dpo", "sft")  # stages of a run
 EXPORT = "export"  # subdirectory of a run with the model that is published
 LIMITS_OF_ROLLOUTS = (  # settings that messages about failing, hanging or queued rollouts advise to change
     "max_concurrent_rollouts", "queue_size", "when_queue_full", "on_stale", "on_failure", "max_attempts", "max_stale_attempts",
@@ -147,7 +149,7 @@ def favor_computation() -> Generator[None]:
 
 def prepare_run(command: CommandLine, output_dir: Path, tell: Callable[[str], None]) -> RunInputs:
     """Create a run directory, or restore that of an interrupted run to its newest checkpoint. Returns and raises as prepare_directory."""
-    saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in ("rl", "dpo", "sft")]
+    saved, checkpoint_dirs = output_dir / CONFIG_FILE, [output_dir / stage / CHECKPOINTS for stage in LAST_FIRST]
     if command.resume and "sft" in command.mode and command.config.task in EPISODE_TASKS and any(map(has_checkpoints, checkpoint_dirs)):
         check_demonstrations(load_config(Config, saved), command.config)
     return prepare_directory(
@@ -167,6 +169,22 @@ def describe_settings(config: Config) -> dict[str, Any]:
     settings = to_dict(config)
     del settings["engine"]["urls"]
     return settings
+
+
+def find_logged(lines: Sequence[Mapping[str, Any]], output_dir: Path) -> dict[str, int]:
+    """Return the last logged step of each stage before the one that a resumed run is in.
+
+    Such a stage has all its lines, also those of steps that it trains again because its last checkpoint was damaged meanwhile.
+
+    Args:
+        lines: of the metrics file, which prepare_run has cut back to the checkpoint that the run goes on from.
+    """
+    behind = itertools.dropwhile(lambda stage: not has_checkpoints(output_dir / stage / CHECKPOINTS), LAST_FIRST)
+    found = dict[str, int]()
+    for stage in tuple(behind)[1:]:
+        steps = [line["step"] for line in lines if line.get("stage") == stage and isinstance(line.get("step"), int)]
+        found |= {stage: max(steps)} if steps else {}
+    return found
 
 
 async def run_until_stopped(
@@ -192,6 +210,7 @@ async def run_until_stopped(
     logger = CompositeLogger([JSONLLogger(output_dir / METRICS_FILE), progress, *further, profile])
     control = RunControl(
         logger=logger,
+        logged=find_logged(earlier or (), output_dir),
         should_stop=stop.is_requested,
         say=progress.say,
         group=group,
@@ -199,7 +218,7 @@ async def run_until_stopped(
         inputs=inputs,
         abandonment=stop.abandonment,
     )
-    saving = watch_saves([output_dir / stage / name for stage in ("sft", "dpo", "rl") for name in (CHECKPOINTS, CRASHES)])
+    saving = watch_saves([output_dir / stage / name for stage in LAST_FIRST for name in (CHECKPOINTS, CRASHES)])
     finished = False
     with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving):
         async with trio.open_nursery() as nursery:

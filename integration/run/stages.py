@@ -97,6 +97,7 @@ class RunControl:
     """The connections of a stage to its program. With the defaults a stage runs alone."""
 
     logger: MetricsLogger | None = None
+    logged: Mapping[str, int] = field(default_factory=dict[str, int])  # last step of stages that have all their lines from before a kill
     should_stop: Callable[[], bool] = lambda: False
     say: Callable[[str], None] = lambda text: None  # prints a message for the user
     clock: Callable[[], float] = time.monotonic
@@ -112,7 +113,7 @@ class RunControl:
 
     def create_logger(self, stage: str) -> StageLogger | None:
         """Create the logger of a stage; None = there is none."""
-        return None if self.logger is None else StageLogger(self.logger, stage)
+        return None if self.logger is None else StageLogger(self.logger, stage, logged=self.logged.get(stage, -1))
 
     def loop_options(self, checkpoint_dir: Path, keep_last_n: int, best: BestCheckpoint | None) -> LoopOptions:
         """Return the arguments of a stage's loop that come from its program and say which checkpoints it keeps."""

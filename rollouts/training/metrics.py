@@ -75,12 +75,18 @@ class JSONLLogger:
 class StageLogger:
     """Logger that passes lines on with {"stage": name} in front."""
 
-    def __init__(self, logger: MetricsLogger, stage: str) -> None:
-        self._logger, self._stage = logger, stage
+    def __init__(self, logger: MetricsLogger, stage: str, *, logged: int = -1) -> None:
+        """
+        Args:
+            logged: last step of the stage whose line there is already, as the stage was finished before a kill; -1 = none. Lines up to it
+                are left out: their steps are trained again, with the same numbers, where the stage's last checkpoint was damaged.
+        """
+        self._logger, self._stage, self._logged = logger, stage, logged
 
     def log(self, metrics: Mapping[str, Value], step: int) -> None:
-        """Pass the line on."""
-        self._logger.log({"stage": self._stage, **metrics}, step)
+        """Pass the line on, if there is none of its step from before a kill."""
+        if step > self._logged:
+            self._logger.log({"stage": self._stage, **metrics}, step)
 
     def offset(self) -> int | None:
         """Return the offset of the wrapped logger."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
 from integration.command import main
 from integration.train import main as train
 from rollouts.sft_loop import run_sft_training
+from rollouts.training.metrics import read_metrics
 
 SMALL = (
     "--mode sft+rl --quiet --sft.num-steps 3 --sft.batch-size 4 --rl.num-steps 3 --rl.prompts-per-step 2 --rl.samples-per-prompt 2 "
@@ -164,6 +167,64 @@ def test_a_lost_ledger_is_told_by_a_resumed_run_and_hinders_none(run: Path, caps
     told = capsys.readouterr().err
     assert f"{run / 'rl/ledger.jsonl'} has no line for 3 of the 3 finished steps: which prompts they had is lost" in told
     assert wrong(verify(run, capsys)[1]).keys() == {"ledger"}
+
+
+DIES = """
+import os, signal, sys
+from integration.train import main
+from rollouts.training.metrics import StageLogger
+
+line, log = sys.argv[1], StageLogger.log
+
+def log_and_die(self, metrics, step):
+    log(self, metrics, step)
+    if line == f"{self._stage} {step}":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+StageLogger.log = log_and_die
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def lines_of(run: Path, stage: str) -> list[dict[str, Any]]:
+    """The lines of a stage, without what the clock has a part in."""
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line["stage"] == stage]
+    return [{key: value for key, value in line.items() if not key.endswith("_s")} for line in lines]
+
+
+def go_on(run: Path, line: str, folder: Path) -> None:
+    """Resume a run for two more steps of RL, in a process that is killed behind a line of metrics; "" = it comes to its end."""
+    status, _, error = forked.run(DIES, line, "--resume", "--quiet", "--rl.num-steps", 5, "--output-dir", run, folder=folder / "streams")
+    assert status == (-signal.SIGKILL if line else 0), error
+
+
+@pytest.fixture(scope="module")
+def longer(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with two more steps of RL, to which nothing happened."""
+    folder = tmp_path_factory.mktemp("longer")
+    run = shutil.copytree(finished, folder / "run")
+    go_on(run, "", folder)
+    return run
+
+
+@pytest.mark.parametrize(("before", "behind"), [([], []), (["rl 4"], ["sft 3", "rl 4"])], ids=["once", "with kills before and behind it"])
+def test_what_is_trained_again_of_a_stage_before_the_last_has_its_metrics_once(
+    before: list[str], behind: list[str], run: Path, longer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for line in before:
+        go_on(run, line, tmp_path)
+    flip(run / "sft/checkpoints/step_0003/model.safetensors")
+    for line in (*behind, ""):
+        go_on(run, line, tmp_path)
+    assert "step_0003/model.safetensors does not match its checksum" in (run / "warnings.jsonl").read_text()
+    for stage, steps in (("sft", 3), ("rl", 5)):
+        found = lines_of(run, stage)
+        assert [line["step"] for line in found][-steps:] == list(range(1, steps + 1))
+        assert found == lines_of(longer, stage)
+    name = "sft/checkpoints/step_0003/model.safetensors"
+    assert (run / name).read_bytes() == (longer / name).read_bytes()
+    status, told = verify(run, capsys)
+    assert (status, wrong(told)) == (0, {})
 
 
 @pytest.mark.parametrize("damage", ["no settings", "settings that are none"])

@@ -217,6 +217,14 @@ def test_loggers_combine(tmp_path):
     assert lines.finished == 1
 
 
+def test_a_stage_logs_no_step_that_has_a_line_from_before_a_kill():
+    lines = ListLogger()
+    stage = StageLogger(lines, "sft", logged=3)
+    for step in (2, 3, 4):
+        stage.log({"loss": 1.0}, step)
+    assert [line["step"] for line in lines.lines] == [4]
+
+
 def test_only_loggers_with_a_file_have_an_offset():
     assert log_offset(None) is None
     assert log_offset(ListLogger()) is None
