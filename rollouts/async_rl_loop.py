@@ -25,12 +25,13 @@ from rollouts.data.samples import select_trainable
 from rollouts.data.segments import find_missed_tokens
 from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.errors import CheckpointError, ConfigError, GenerationTimeout, RolloutsError, raise_single_errors
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.distillation.teachers import Teacher
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rl_run import BeforeSave, OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.run_state import RunInputs
-from rollouts.training.steps import Abandonment, EvaluateFn, Metrics, measure_throughput
+from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch
 from rollouts.types import RolloutBatch
 

@@ -25,18 +25,12 @@ from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import BackendError, ConfigError, DataError
 from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.run_state import RunInputs
-from rollouts.training.steps import (
-    Abandonment,
-    EvaluateFn,
-    Metrics,
-    PendingOptimizerStep,
-    plan_backend_microbatches,
-    submit_forward,
-)
+from rollouts.training.steps import EvaluateFn, Metrics, PendingOptimizerStep, plan_backend_microbatches, submit_forward
 from rollouts.training.summaries import Stage, look
 from rollouts.types import Sample, TokenOutputs, TrainBatch
 

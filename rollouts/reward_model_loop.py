@@ -19,15 +19,11 @@ from rollouts.data.preference_pairs import PreferencePair, collate_pairs
 from rollouts.data.prompts import stream_positions
 from rollouts.errors import ConfigError, DataError
 from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.run_state import RunInputs
-from rollouts.training.steps import (
-    Abandonment,
-    Metrics,
-    PendingOptimizerStep,
-    submit_forward,
-)
+from rollouts.training.steps import Metrics, PendingOptimizerStep, submit_forward
 from rollouts.types import TokenOutputs, TrainBatch
 
 STAGE = "reward_model"

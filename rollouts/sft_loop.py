@@ -21,18 +21,12 @@ from rollouts.data.prompts import stream_positions
 from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import DataError
 from rollouts.supervised_loop import SupervisedRun, run_supervised
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.run_state import RunInputs
-from rollouts.training.steps import (
-    Abandonment,
-    EvaluateFn,
-    Metrics,
-    require_balance,
-    submit_forward,
-    submit_optimizer_step,
-)
+from rollouts.training.steps import EvaluateFn, Metrics, require_balance, submit_forward, submit_optimizer_step
 from rollouts.training.summaries import Stage, look
 from rollouts.types import Sample
 

@@ -13,20 +13,12 @@ from typing import TypeAlias
 from rollouts.backends.protocol import TrainingBackend
 from rollouts.checks import require_flag
 from rollouts.config import PreferenceTrainingConfig, RewardModelTrainingConfig, SFTTrainingConfig
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.saving.best import BestCheckpoint, add_to, protect, state_of
+from rollouts.training.saving.run_checkpoints import RunCheckpoints, is_checkpoint_due, note_checkpoint, open_checkpoints
 from rollouts.training.saving.run_state import RunInputs, RunState
-from rollouts.training.steps import (
-    Abandonment,
-    EvaluateFn,
-    Metrics,
-    RunCheckpoints,
-    is_checkpoint_due,
-    is_due,
-    measure_throughput,
-    note_checkpoint,
-    open_checkpoints,
-)
+from rollouts.training.steps import EvaluateFn, Metrics, is_due, measure_throughput
 from rollouts.training.summaries import Signs
 
 TrainStep: TypeAlias = Callable[[int], Awaitable[tuple[Metrics, int]]]

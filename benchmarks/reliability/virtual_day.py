@@ -24,7 +24,7 @@ from rollouts.engines.fleet.members import FleetConfig
 from rollouts.errors import EngineError, RolloutsError
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeEngine, random_answer
-from rollouts.training.steps import Abandonment
+from rollouts.training.abandonment import Abandonment
 from rollouts.types import Sample
 
 HOUR = 3600.0

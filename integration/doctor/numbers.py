@@ -21,7 +21,8 @@ from rollouts.data.collate import collate_samples
 from rollouts.engines.protocol import EngineFeature, InferenceEngine, get_engine_features, require_engine_feature
 from rollouts.training.parity import LogProbDifference, check_parity, compare_log_probs
 from rollouts.training.rollout_batch import select_log_probs
-from rollouts.training.steps import merge_step_metrics, require_checkpointing, submit_forward
+from rollouts.training.saving.run_checkpoints import require_checkpointing
+from rollouts.training.steps import merge_step_metrics, submit_forward
 from rollouts.types import LossFn, Sample, SamplingParams, TrainBatch
 
 _MEAN = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.01}  # nats; the mean over tokens that rounding explains

@@ -30,10 +30,10 @@ from rollouts.checks import parse_json
 from rollouts.config_files import read_json, save_config, to_dict
 from rollouts.errors import ConfigError, DataError, OutputError
 from rollouts.output_files import explain_writes, replace_file
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import truncate_log
 from rollouts.training.saving.checkpoints import MANIFEST_FILE, find_damaged, finish_save, has_checkpoints, latest_checkpoint
 from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
-from rollouts.training.steps import Abandonment
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"

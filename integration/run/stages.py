@@ -65,12 +65,12 @@ from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger, StageLogger
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.saving.best import BestCheckpoint, add_to
 from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints
 from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
-from rollouts.training.steps import Abandonment
 from rollouts.types import Algorithm
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ from rollouts.engines.protocol import (
 )
 from rollouts.errors import BadNumberError, CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
 from rollouts.seeds import derive_seed
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.distillation.teachers import TEACHER_COLUMNS, Teacher
 from rollouts.training.metrics import MetricsLogger, log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
@@ -49,22 +50,16 @@ from rollouts.training.requirements import (
 from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
 from rollouts.training.saving.best import BestCheckpoint, add_to, protect, state_of
 from rollouts.training.saving.checkpoints import RUN_STATE_FILE
-from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
-from rollouts.training.steps import (
-    Abandonment,
-    EvaluateFn,
-    Metrics,
+from rollouts.training.saving.run_checkpoints import (
     RunCheckpoints,
-    find_trained_rows,
     is_checkpoint_due,
-    is_due,
     note_checkpoint,
     open_checkpoints,
-    require_balance,
     require_checkpointing,
-    require_replay,
     stage_backend,
 )
+from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
+from rollouts.training.steps import EvaluateFn, Metrics, find_trained_rows, is_due, require_balance, require_replay
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
 from rollouts.training.weight_sync import (
     Exports,

@@ -35,7 +35,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.errors import CheckpointError
 from rollouts.testing import create_tiny_model
-from rollouts.training.steps import stage_backend
+from rollouts.training.saving.run_checkpoints import stage_backend
 from rollouts.types import Sample
 
 SETTINGS = {"lr": 1e-2, "total_steps": 20, "warmup_steps": 3}

@@ -16,7 +16,7 @@ from integration.train import main
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.testing import create_tiny_model
 from rollouts.training.metrics import read_metrics
-from rollouts.training.steps import stage_backend
+from rollouts.training.saving.run_checkpoints import stage_backend
 
 SECOND = 10**9
 RL_LINE = {"stage": "rl", "generate_s": 2.0, "train_s": 1.0, "checkpoint_s": 0.5, "sync_s": 0.25, "step_s": 3.75, "evaluate_s": 0.25}

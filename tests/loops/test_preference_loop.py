@@ -31,11 +31,11 @@ from rollouts.preference_loop import (
     train_preferences,
 )
 from rollouts.testing import create_tiny_model
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.checkpoints import latest_checkpoint
 from rollouts.training.saving.run_state import read_run_state
-from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 

@@ -20,10 +20,10 @@ from rollouts.models.heads import load_reward_model
 from rollouts.reward_model_loop import evaluate_reward_model, score_pairs, select_pairs, train_reward_model
 from rollouts.rewards.models.local import RewardModel
 from rollouts.testing import create_tiny_model
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.saving.checkpoints import latest_checkpoint
 from rollouts.training.saving.run_state import read_run_state
-from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 

@@ -23,12 +23,12 @@ from rollouts.rl_loop import run_rl_training, train_rl
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, script_answer
 from rollouts.testing.engines import Call
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.rl_run import RLParts, restore_rl_run
 from rollouts.training.rollout_batch import train_on_rollouts
 from rollouts.training.saving.checkpoints import latest_checkpoint
 from rollouts.training.saving.run_state import read_run_state
-from rollouts.training.steps import Abandonment
 from rollouts.types import KLControl, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 
 

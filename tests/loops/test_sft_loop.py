@@ -18,10 +18,10 @@ from rollouts.errors import ConfigError, DataError
 from rollouts.sft_loop import evaluate_sft, perplexity, run_sft_training, select_sft_rows
 from rollouts.testing import FakeBackend
 from rollouts.testing.models import create_tiny_model
+from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.saving.best import BestCheckpoint
 from rollouts.training.saving.run_state import read_run_state
-from rollouts.training.steps import Abandonment
 from rollouts.types import Sample
 
 

@@ -1520,7 +1520,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("data/test_trajectory_records.py::test_updates_go_on_while_what_is_observed_is_being_written_and_wait_for_its_end",),
     ),
     Mutation(
-        "training/steps.py",
+        "training/saving/run_checkpoints.py",
         "the next checkpoint does not wait for the one that is being written",
         "        await self._ended.wait()\n        self.check()\n        return self._path",
         "        self.check()\n        return self._path",
@@ -1530,7 +1530,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "training/steps.py",
+        "training/saving/run_checkpoints.py",
         "the error of a checkpoint that is written beside training is forgotten",
         "        self._error = error\n",
         "        del error\n",

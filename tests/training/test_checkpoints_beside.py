@@ -19,8 +19,8 @@ from rollouts.config import SFTTrainingConfig
 from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
+from rollouts.training.saving.run_checkpoints import note_checkpoint, open_checkpoints
 from rollouts.training.saving.run_state import RunState, read_run_state
-from rollouts.training.steps import note_checkpoint, open_checkpoints
 
 PATIENCE_S = 60
 ROWS = [make_row((3, 4 + index, 5)) for index in range(4)]
@@ -211,7 +211,7 @@ from rollouts.backends.protocol import BackendFeature
 from rollouts.testing import FakeBackend
 from rollouts.training.saving.checkpoints import latest_checkpoint
 from rollouts.training.saving.run_state import RunState
-from rollouts.training.steps import open_checkpoints
+from rollouts.training.saving.run_checkpoints import open_checkpoints
 
 class Backend(FakeBackend):
     features = FakeBackend.features | {BackendFeature.STAGED_CHECKPOINTS}
