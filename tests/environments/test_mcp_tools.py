@@ -303,7 +303,7 @@ async def test_what_the_user_gives_is_checked(write_server):
     with pytest.raises(ConfigError, match="cannot be started"):
         async with open_mcp_tools(["/no/such/program"]):
             pass
-    with pytest.raises(ConfigError, match="expected its words"):
+    with pytest.raises(ConfigError, match="expected the words of a command"):
         async with open_mcp_tools("python server.py"):
             pass
     with pytest.raises(ZeroDivisionError):

@@ -1,10 +1,11 @@
-"""Tools of an MCP server (Model Context Protocol): a process that lists tools and carries out calls, over its stdin and stdout.
+"""Tools of an MCP server (Model Context Protocol), which lists tools and carries out calls: a process, over its stdin and stdout, or an
+address, over streamable HTTP.
 
     async with open_mcp_tools([sys.executable, "server.py"]) as tools:
         setting = EpisodeSetting(lambda: ToolEnvironment(tools, grade=grade))
 
-The protocol is that of the package `mcp`, which runs under trio: pip install 'rollouts-rl[mcp]'. A server is not trusted: its lines, its
-list of tools and its results have limits, and its environment variables are those that it is given.
+The protocol is that of the package `mcp`, which runs under trio: pip install 'rollouts-rl[mcp]'. A server is not trusted: its messages, its
+list of tools and its results have limits, and the environment variables of a process are those that it is given.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
     from mcp_types import CallToolResult
 
-_MAX_LINE_BYTES = 8 * 2**20  # one message of a server
+_MAX_MESSAGE_BYTES = 8 * 2**20  # one message of a server
 _MAX_TOOLS = 256
 _MAX_PAGES = 64  # one list of a server
 _MAX_DESCRIPTION_CHARS = 8192  # a tool, without its schema
@@ -52,9 +53,9 @@ class _Server:
     """A server that runs."""
 
     name: str  # for messages
-    process: trio.Process
+    child: trio.Process | None = None  # None = it is asked at an address
     stderr: bytearray = field(default_factory=bytearray)  # its end
-    flaw: str | None = None  # fault of its output
+    flaw: str | None = None  # fault of its output, or of the way to it
     is_deaf: bool = False  # it has closed its stdin
     has_ended: trio.Event = field(default_factory=trio.Event)  # nothing more comes from it
     has_told: trio.Event = field(default_factory=trio.Event)  # its stderr has ended
@@ -62,11 +63,23 @@ class _Server:
     fault: ToolFault | None = None  # end of the block, if the server caused it
 
     @property
+    def process(self) -> trio.Process:
+        assert self.child is not None, f"{self.name} is an address"
+        return self.child
+
+    @property
     def is_gone(self) -> bool:
         return self.is_deaf or self.has_ended.is_set()
 
+    def lose(self, flaw: str) -> None:
+        """Note that an address cannot be asked any more."""
+        self.flaw = self.flaw or flaw
+        self.has_ended.set()
+
     async def describe_end(self) -> str:
         """Return why nothing more comes, once it is gone."""
+        if self.child is None:
+            return f"the MCP server {self.name} is gone: {self.flaw}"
         with trio.move_on_after(0 if self.flaw else _GRACE_S):
             await self.process.wait()
             await self.has_told.wait()
@@ -79,61 +92,89 @@ class _Server:
 
 @asynccontextmanager
 async def open_mcp_tools(
-    command: Sequence[str],
+    server: Sequence[str] | str,
     *,
     names: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
     directory: str | None = None,
+    headers: Mapping[str, str] | None = None,
     timeout_s: float | None = 30.0,
     start_s: float = 30.0,
     max_result_chars: int = 20000,
 ) -> AsyncGenerator[tuple[Tool, ...]]:
-    """Start an MCP server and give its tools until the block ends. It is told to end then, and killed with its process group.
+    """Start an MCP server, or ask one at an address, and give its tools until the block ends. A process is told to end then, and is killed
+    with its process group; at an address the session ends.
 
     All calls in the block go to this one server, however many episodes make them. For a server that keeps a state for each episode, open
     it in the function of an agent: see create_agent_generate_fn.
 
     Args:
-        command: program and arguments.
+        server: program and arguments, or the address of a server with streamable HTTP, such as "http://127.0.0.1:8000/mcp".
         names: tools to give, in this order; None = all that it lists.
-        environment: all variables of the server; None = none, so that the program is named by its path.
+        environment: all variables of the program; None = none, so that it is named by its path.
         directory: its working directory; None = this process's.
+        headers: headers of each request to an address, such as {"Authorization": "Bearer ..."}.
         timeout_s: seconds for each call (Tool.timeout_s); None = no deadline.
         start_s: seconds for its start and its list of tools.
         max_result_chars: longer results are cut in the middle, and say so.
 
     Raises: ConfigError if it cannot be started, has no tool of one of the names, or the package mcp is missing. ToolFault if it is late,
-        lists what is no tool, or ends while the block is open, which cancels the block.
+        lists what is no tool, or ends or cannot be reached while the block is open, which cancels the block.
     """
     try:
         from mcp import Client
+
+        from rollouts.environments.tools import mcp_http
     except ImportError as error:
         raise ConfigError("tools of MCP servers need the package mcp: pip install 'rollouts-rl[mcp]'") from error
-    server = await _start(command, environment or {}, directory)
-    client = Client(_connect(server), cache=None)
+    _check_place(server, environment=environment, directory=directory, headers=headers)
+    if isinstance(server, str):
+        mcp_http.check_address(server, headers or {})
+        found = _Server(redact(server)[:200])
+        transport = mcp_http.connect(server, headers or {}, _MAX_MESSAGE_BYTES, found.lose)
+    else:
+        found = await _start(server, environment or {}, directory)
+        transport = _connect(found)
+    client = Client(transport, cache=None)
     try:
         with raise_single_errors():
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_keep_stderr, server)
-                nursery.start_soon(_watch, server, start_s, nursery.cancel_scope)
-                nursery.start_soon(_note_exit, server)
+                nursery.start_soon(_watch, found, start_s, nursery.cancel_scope)
+                if found.child is not None:
+                    nursery.start_soon(_keep_stderr, found)
+                    nursery.start_soon(_note_exit, found)
                 async with AsyncExitStack() as stack:
-                    listed = await _greet(server, client, stack)
-                    chosen = _choose(server, listed, names)
-                    tools = tuple(_create_tool(server, client, one, timeout_s, max_result_chars) for one in chosen)
-                    server.is_ready.set()
+                    listed = await _greet(found, client, stack)
+                    chosen = _choose(found, listed, names)
+                    tools = tuple(_create_tool(found, client, one, timeout_s, max_result_chars) for one in chosen)
+                    found.is_ready.set()
                     yield tools
                     nursery.cancel_scope.cancel()
     finally:
-        with trio.CancelScope(shield=True):
-            await _stop(server)
-    if server.fault is not None:
-        raise server.fault
+        if found.child is not None:
+            with trio.CancelScope(shield=True):
+                await _stop(found)
+    if found.fault is not None:
+        raise found.fault
+
+
+def _check_place(server: Sequence[str] | str, **given: Any) -> None:
+    """Raises: ConfigError unless the server is a command or an address, beside options that it has."""
+    if isinstance(server, str) and server.lower().startswith(("http://", "https://")):
+        foreign = [name for name in ("environment", "directory") if given[name] is not None]
+    elif isinstance(server, str) or not server:
+        raise ConfigError(
+            f"an MCP server is {redact(str(server))!r:.200}, expected the words of a command, such as ['python', 'server.py'], or the "
+            "address of a server with streamable HTTP, such as 'http://127.0.0.1:8000/mcp'"
+        )
+    else:
+        foreign = ["headers"] if given["headers"] is not None else []
+    if foreign:
+        other = "a command" if isinstance(server, str) else "an address"
+        raise ConfigError(f"{foreign[0]} is given, which an MCP server has that is {other}: leave it out")
 
 
 async def _start(command: Sequence[str], environment: Mapping[str, str], directory: str | None) -> _Server:
-    if isinstance(command, str) or not command:
-        raise ConfigError(f"the command of an MCP server is {command!r}, expected its words, such as ['python', 'server.py']")
     name = redact(shlex.join(command))[:200]
     pipe = subprocess.PIPE
     try:
@@ -146,7 +187,7 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], directo
 
 
 async def _stop(server: _Server) -> None:
-    """End a server: by the end of its input, and after a while by force."""
+    """End a process: by the end of its input, and after a while by force."""
     process = server.process
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         await _get(process.stdin).aclose()
@@ -226,8 +267,8 @@ async def _read(server: _Server, to_client: MemoryObjectSendStream[SessionMessag
             buffer += data
             *lines, rest = buffer.split(b"\n") if b"\n" in data else (buffer,)
             buffer = rest
-            if len(buffer) > _MAX_LINE_BYTES:
-                server.flaw = f"it wrote a line of more than {_MAX_LINE_BYTES:,} bytes"
+            if len(buffer) > _MAX_MESSAGE_BYTES:
+                server.flaw = f"it wrote a line of more than {_MAX_MESSAGE_BYTES:,} bytes"
                 return
             for line in lines:
                 try:
@@ -258,7 +299,8 @@ async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list
     listed: list[Any] = []
     cursor: str | None = None
     try:
-        await stack.enter_async_context(client)
+        with raise_single_errors():
+            await stack.enter_async_context(client)
         for _ in range(_MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             listed += page.tools
