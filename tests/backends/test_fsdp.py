@@ -84,6 +84,23 @@ def test_two_ranks_train_a_reward_model_as_one_process_does(found):
         assert found_step == pytest.approx(expected, abs=1e-5)
 
 
+def test_teachers_of_two_ranks_name_tokens_and_students_learn_from_them_as_in_one_process(found):
+    """The teacher has 40 embeddings, the policy 32: the teacher's 5 most probable tokens are among these."""
+    zero, one = (rank["distillation"] for rank in found)
+    assert zero["ranks"] == one["ranks"], "ranks do not agree"
+    for step in range(2):
+        for column, expected in zip(zero["ranks"]["columns"][step], zero["single"]["columns"][step], strict=True):
+            torch.testing.assert_close(torch.tensor(column), torch.tensor(expected), atol=1e-5, rtol=0)
+        log_probs, tops, ids = (torch.tensor(column) for column in zero["ranks"]["columns"][step])
+        named = log_probs < 0
+        assert tops.shape[-1] == 6 and ids.shape[-1] == 5 and int(ids.max()) < 32
+        assert named.sum() > 10 and bool((ids[named].sort(-1).values.diff(dim=-1) > 0).all()), "five tokens in each place"
+        torch.testing.assert_close(tops[named].exp().sum(-1), torch.ones(int(named.sum())), atol=1e-5, rtol=0)
+        metrics, expected = zero["ranks"]["metrics"][step], zero["single"]["metrics"][step]
+        assert metrics == pytest.approx(expected, abs=1e-5) and metrics["teacher_divergence"] > 1e-4
+    assert zero["weights"] < 1e-5
+
+
 def test_what_updates_saw_of_the_tokens_of_all_ranks_is_what_one_process_sees(found):
     zero, one = (rank["records"] for rank in found)
     assert zero["ranks"] == one["ranks"], "ranks do not agree"

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss, value_loss
 from rollouts.algorithms.preferences import pair_mean, score_loss
-from rollouts.algorithms.presets import decoupled, grpo, ppo
+from rollouts.algorithms.presets import decoupled, gkd, grpo, ppo
 from rollouts.backends.factory import (
     create_backend_with_scheduler,
     create_critic_backend,
@@ -47,6 +47,7 @@ from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples
 from rollouts.errors import BackendError
 from rollouts.testing import create_tiny_model
+from rollouts.training.distillation.teachers import ModelTeacher
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.steps import merge_step_metrics
 from rollouts.types import Sample
@@ -314,6 +315,29 @@ def run_pairs(ranks):
     return {name: [b.forward_backward(batch, score_loss).value | b.optim_step().value for _ in range(2)] for name, b in backends.items()}
 
 
+def run_distillation(ranks):
+    """Teachers with more embeddings than the policy, which name tokens of the policy: what they say, and two steps of gkd on it."""
+    teach = partial(create_tiny_model, vocab_size=40, hidden_size=16, num_layers=1, seed=2)
+    tops = {"num_tops": 5, "tops_vocab_size": 32}
+    pairs = {
+        "ranks": (create_fsdp_backend(make_model(), **SETTINGS, ranks=ranks), create_fsdp_reference_backend(teach(), **tops, ranks=ranks))
+    }
+    if ranks.rank == 0:
+        pairs["single"] = (create_single_backend(make_model()), create_reference_backend(teach(), **tops))
+    found = {}
+    for name, (policy, teacher) in pairs.items():
+        entry = found[name] = {"columns": [], "metrics": []}
+        for step in range(2):
+            algorithm = gkd(beta=0.5 * step, reward_coef=1.0)
+            batch = draw_step(2 * step)
+            fill = partial(ModelTeacher(backend=teacher).fill, max_tokens=MAX_TOKENS)
+            batch = trio.run(fill, batch, (), {"teacher_tops"})
+            entry["columns"].append([batch.teacher_log_probs.tolist(), batch.teacher_tops.tolist(), batch.teacher_ids.tolist()])
+            entry["metrics"].append(optimizer_step(policy, algorithm.estimate(batch), algorithm.loss, algorithm.weigh))
+    compare_weights(found, pairs["ranks"][0], pairs["single"][0] if ranks.rank == 0 else None)
+    return found
+
+
 def run_records(ranks):
     """Return what updates saw of the tokens of some rows, and whether a backend has kept any of it."""
     batch = draw_step(0)
@@ -359,6 +383,7 @@ def main(folder: Path, num_steps: int, names: Sequence[str], *, all_checks: bool
     found = {"algorithms": run_algorithms(ranks, num_steps, names)}
     if all_checks:
         found |= {"configs": run_configs(ranks), "state": run_state(ranks), "pairs": run_pairs(ranks), "records": run_records(ranks)}
+        found["distillation"] = run_distillation(ranks)
         found["bad"] = run_bad(ranks)
         found["late"] = run_late(ranks, folder)
     (folder / f"rank_{ranks.rank}.json").write_text(json.dumps(found))
