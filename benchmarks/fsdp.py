@@ -155,6 +155,18 @@ def summarize(found: dict[str, Any], size: str, rows: int, num_ranks: int) -> di
     return {name: {"median": statistics.median(v), "lowest": min(v), "highest": max(v)} for name, v in rows_of.items()}
 
 
+def run_ranks(size: str, num_ranks: int, rows: int, repeats: int) -> dict[str, Any]:
+    """Measure in processes of their own, one thread each. Returns the results of rank 0; ends the program with its errors if a rank fails."""
+    options = ["--size", size, "--rows", str(rows), "--repeats", str(repeats)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *launcher, "-m", "benchmarks.fsdp", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800, env=environment)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
 def main() -> None:
     """Parse arguments, start the ranks, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -169,13 +181,7 @@ def main() -> None:
         if found is not None:
             print(json.dumps(found), flush=True)
         return
-    options = ["--size", arguments.size, "--rows", str(arguments.rows), "--repeats", str(arguments.repeats)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
-    command = [sys.executable, *launcher, "-m", "benchmarks.fsdp", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1800)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found = next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    found = run_ranks(arguments.size, arguments.ranks, arguments.rows, arguments.repeats)
     table = summarize(found, arguments.size, arguments.rows, arguments.ranks)
     print_table(f"{arguments.size}: {arguments.rows} rows of {ROW_TOKENS} tokens, {arguments.repeats} repeats", table)
     write_json(arguments.output, {"size": arguments.size, "rows": arguments.rows, "fsdp": table, "raw": found})

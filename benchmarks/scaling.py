@@ -2,13 +2,16 @@
 
     python -m benchmarks.scaling [--repeats 2] [--folder docs] [--only PANEL ...]
 
-Processor seconds on one thread, the least of some repeats, at four sizes each, with a model of size S. Writes performance-scaling.png and
+--only keeps the other panels that the folder has.
+
+Processor seconds on one thread, the least of some repeats, at four sizes each, with a model of size S (ranks: one of 8 M parameters). Writes performance-scaling.png and
 performance-scaling.json into the folder. A slope of 1 is cost in proportion; 0 is cost that does not depend on the size.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +25,7 @@ import torch
 import trio
 import trio.testing
 
+from benchmarks.fsdp import run_ranks
 from benchmarks.measure import MODEL_SIZES, create_model, write_json
 from benchmarks.orchestration import measure_in_flight
 from rollouts.algorithms.loss_weights import token_mean
@@ -146,6 +150,12 @@ def turns_of_episode(turns: int, repeats: int) -> float:
     return 1e3 * min(found)
 
 
+def step_of_ranks(ranks: int, repeats: int) -> float:
+    """Measure the milliseconds of all ranks together for a step over 32 rows of 128 tokens, fully sharded: collectives and copies are the
+    growth. Processor time does not include waiting for a core, so there may be fewer cores than ranks."""
+    return 1e3 * min(run_ranks("small", ranks, 32, repeats)["times"]["CPU of all"])
+
+
 def orchestrate_in_flight(number: int, repeats: int) -> float:
     """Measure microseconds of a group in the executor while so many wait for their engine."""
     return min(measure_in_flight(number, 3 * number)["executor"] for _ in range(max(1, repeats - 1)))
@@ -160,6 +170,7 @@ PANELS = {
     "context": Panel("decoding over context", "tokens before", (128, 512, 2048, 4096), decode_of_context, "µs of a token"),
     "prefill": Panel("prefill over context", "tokens of a prompt", (128, 512, 2048, 4096), prefill_of_context, "ms of a prompt"),
     "turns": Panel("episode over turns", "turns of 64 tokens", (2, 4, 8, 16), turns_of_episode, "ms of an episode"),
+    "ranks": Panel("step over ranks, 8 M parameters", "ranks of FSDP, 4,096 tokens in all", (1, 2, 4, 8), step_of_ranks, "ms of all ranks"),
     "in flight": Panel("executor over groups in flight", "groups", (100, 300, 1000, 3000), orchestrate_in_flight, "µs of a group"),
 }
 
@@ -190,6 +201,11 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
+def read_panels(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the panels that an earlier run has stored; none if there is no file."""
+    return json.loads(path.read_text())["panels"] if path.exists() else {}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse arguments, measure, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smallest", type=int, default=0, help=argparse.SUPPRESS)  # measure only so many of the smallest sizes
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {}
+    found = read_panels(arguments.folder / FIGURES) if arguments.only != list(PANELS) else {}
     for name in arguments.only:
         panel = PANELS[name]
         sizes = panel.sizes[: arguments.smallest or None]
@@ -207,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found[name] = {"sizes": sizes, "costs": costs, "slope": fit_slope(sizes, costs)}
         told = ", ".join(f"{size:,}: {cost:.4g}" for size, cost in zip(sizes, costs, strict=True))
         print(f"{panel.title}, {panel.y_label}: {told}; slope {found[name]['slope']:.2f}", flush=True)
+    found = {name: found[name] for name in PANELS if name in found}
     draw(found, arguments.folder / FIGURE)
     write_json(str(arguments.folder / FIGURES), {"model": MODEL_SIZES["S"], "panels": found})
 

@@ -154,3 +154,8 @@ def test_panels_are_measured_and_drawn(tmp_path: Path):
     assert list(panels) == names
     assert all(len(panel["costs"]) == 2 and min(panel["costs"]) > 0 for panel in panels.values())
     assert (tmp_path / scaling.FIGURE).read_bytes().startswith(b"\x89PNG")
+    scaling.main(["--repeats", "1", "--smallest", "3", "--folder", str(tmp_path), "--only", "rows"])
+    after = json.loads((tmp_path / scaling.FIGURES).read_text())["panels"]
+    assert list(after) == names
+    assert len(after.pop("rows")["costs"]) == 3
+    assert after.items() <= panels.items()  # the others are kept
