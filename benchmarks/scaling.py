@@ -4,8 +4,9 @@
 
 --only keeps the other panels that the folder has.
 
-Processor seconds on one thread, the least of some repeats, at four sizes each, with a model of size S (ranks: one of 8 M parameters). Writes performance-scaling.png and
-performance-scaling.json into the folder. A slope of 1 is cost in proportion; 0 is cost that does not depend on the size.
+Processor seconds on one thread, the least of some repeats, at four sizes each, with a model of size S; ranks of FSDP with one of 8 M
+parameters. Writes performance-scaling.png and performance-scaling.json into the folder. A slope of 1 is cost in proportion; 0 is cost that
+does not depend on the size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import trio
-import trio.testing
 
 from benchmarks.fsdp import run_ranks
 from benchmarks.measure import MODEL_SIZES, create_model, write_json
