@@ -156,7 +156,7 @@ def summarize(found: dict[str, Any], size: str, rows: int, num_ranks: int) -> di
 
 
 def run_ranks(size: str, num_ranks: int, rows: int, repeats: int) -> dict[str, Any]:
-    """Measure in a process for each rank, with one thread each. Returns the results of rank 0; exits with the errors of a rank that fails."""
+    """Measure in a process for each rank, with one thread each. Returns the results of rank 0; exits if a rank fails."""
     options = ["--size", size, "--rows", str(rows), "--repeats", str(repeats)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *launcher, "-m", "benchmarks.fsdp", *options]
