@@ -36,7 +36,7 @@ from integration.expressions.algorithm import create_algorithm, parse_algorithm
 from integration.parts.models import create_model
 from integration.run.job import favor_computation
 from integration.settings.config import Config
-from integration.settings.sections import ModelSection
+from integration.settings.sections.model import ModelSection
 from integration.tasks.task import Task, create_sort_task
 from rollouts.async_rl_loop import run_async_rl_training
 from rollouts.asynchronous.config import AsyncConfig

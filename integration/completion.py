@@ -52,7 +52,8 @@ def read_programs() -> dict[str, dict[str, tuple[str, ...]]]:
     """Return the options of each program, by name, as its help lists them."""
     from integration.command import PROGRAMS
     from integration.settings.config import TASKS
-    from integration.settings.sections import BACKEND_KINDS, ENGINE_KINDS
+    from integration.settings.sections.backend import BACKEND_KINDS
+    from integration.settings.sections.engine import ENGINE_KINDS
 
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, program in PROGRAMS.items():

@@ -110,7 +110,7 @@ async def open_model(command: _Arguments) -> AsyncGenerator[tuple[Sequence[Infer
     from integration.parts.engines import create_embedded_engine
     from integration.parts.models import create_model
     from integration.settings.config import Config
-    from integration.settings.sections import ModelSection
+    from integration.settings.sections.model import ModelSection
     from rollouts.chat.char_tokenizer import create_char_tokenizer
     from rollouts.models.loading import load_tokenizer
 

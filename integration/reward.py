@@ -72,7 +72,7 @@ async def try_reward(arguments: Arguments) -> list[Trial]:
     """Judge the answers to each row. Raises ConfigError and DataError for what is wrong with function, rows or answers."""
     from integration.expressions.mixture import parse_columns
     from integration.parts.rewards import check_columns, list_parts, load_task_reward
-    from integration.settings.sections import RewardSection
+    from integration.settings.sections.generation import RewardSection
     from rollouts.config import RewardConfig
     from rollouts.data.datasets import DatasetSpec, load_rl_prompts
     from rollouts.rewards.evaluate import RewardSource, judge_samples

@@ -91,7 +91,7 @@ def load_model(command: _Arguments) -> tuple[PreTrainedModel, PreTrainedTokenize
     from integration.parts.adapters import merge_adapters
     from integration.parts.models import create_model
     from integration.settings.config import Config
-    from integration.settings.sections import ModelSection
+    from integration.settings.sections.model import ModelSection
 
     config = Config(seed=command.seed, model=ModelSection(device=command.device))
     if command.model is None:

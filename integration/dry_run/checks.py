@@ -16,8 +16,8 @@ from integration.run.launch import count_local_processes, count_processes
 from integration.run.step_files import load_condition
 from integration.settings.command_line import CommandLine
 from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
-from integration.settings.episodes import EPISODE_TASKS, AgentSection
-from integration.settings.preference import PAIR_TASKS
+from integration.settings.sections.episodes import EPISODE_TASKS, AgentSection
+from integration.settings.sections.preference import PAIR_TASKS
 from rollouts.data.rows.files import check_exists
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import load_function

@@ -27,7 +27,6 @@ from integration.settings.config import (
     response_tokens,
     turn_tokens,
 )
-from integration.settings.episodes import EPISODE_TASKS, EnvironmentSection, parse_parameters
 from integration.settings.option_effects import (
     IdleOption,
     describe_doubts,
@@ -38,6 +37,7 @@ from integration.settings.option_effects import (
     reads_pairs_alone,
     spell_option,
 )
+from integration.settings.sections.episodes import EPISODE_TASKS, EnvironmentSection, parse_parameters
 from integration.settings.task_defaults import find_default
 from rollouts.backends.lora.adapters import explain_wasted_rank
 from rollouts.config import OptimizerConfig

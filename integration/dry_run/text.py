@@ -31,8 +31,8 @@ from integration.parts.model_settings import read_model_config
 from integration.parts.placement import GPU_VARIABLE, count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
 from integration.settings.config import Config, count_greedy_samples, count_rl_updates, count_tops, find_teacher_models, response_tokens
-from integration.settings.episodes import EPISODE_TASKS
-from integration.settings.sections import HardwareSection
+from integration.settings.sections.backend import HardwareSection
+from integration.settings.sections.episodes import EPISODE_TASKS
 from rollouts.models.heads import check_reward_model
 from rollouts.models.linear import LARGE_WEIGHT
 from rollouts.models.loading import find_device_name

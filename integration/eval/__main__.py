@@ -32,7 +32,9 @@ from integration.settings.command_line import (
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import Screen, name_as_started
 from integration.settings.option_effects import find_changes, spell_option
-from integration.settings.sections import BackendSection, EngineSection, LoRASection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.model import LoRASection
 from integration.settings.task_defaults import create_default_config
 from rollouts.config import CheckpointConfig, check_setting
 from rollouts.errors import ConfigError

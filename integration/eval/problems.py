@@ -12,7 +12,7 @@ from integration.dry_run.checks import check_data_given
 from integration.parts.rewards import find_comparing
 from integration.run.stages import create_task
 from integration.settings.config import OWN_DATA_TASKS, TASKS, Config
-from integration.settings.sections import SELF_MADE_TASKS
+from integration.settings.sections.data import SELF_MADE_TASKS
 from integration.tasks.episodes import check_task
 from integration.tasks.task import Task
 from rollouts.config_files import suggest

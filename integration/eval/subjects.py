@@ -17,8 +17,7 @@ from integration.parts.models import create_model
 from integration.run.directory import find_result
 from integration.settings.command_line import RUN_FILE
 from integration.settings.config import Config
-from integration.settings.deadlines import ENGINE_OPTIONS, DeadlinesSection
-from integration.settings.sections import EngineSection
+from integration.settings.sections.engine import ENGINE_OPTIONS, DeadlinesSection, EngineSection
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, RolloutsError, redact

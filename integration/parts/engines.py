@@ -30,9 +30,8 @@ from integration.parts.placement import (
 )
 from integration.parts.server_fleet import ServerUpkeep, create_news, open_server_fleet, spread_config
 from integration.settings.config import Config
-from integration.settings.deadlines import ENGINE_OPTIONS, FLEET_OPTIONS
-from integration.settings.episodes import EPISODE_TASKS
-from integration.settings.sections import ENGINE_KINDS, EngineSection
+from integration.settings.sections.engine import ENGINE_KINDS, ENGINE_OPTIONS, FLEET_OPTIONS, EngineSection
+from integration.settings.sections.episodes import EPISODE_TASKS
 from rollouts.backends.lora.adapters import copy_without_adapters
 from rollouts.backends.pytorch.files import export_model
 from rollouts.engines.fleet.channel import FleetChannel

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
-from integration.settings.sections import DataSection
+from integration.settings.sections.data import DataSection
 from rollouts.errors import ConfigError
 from rollouts.models.hub import HubModel, find_hub_model, is_hub_name
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from integration.settings.config import Config, context_tokens, list_model_numbers
 from integration.settings.option_effects import spell_option
-from integration.settings.preference import PreferenceSection
-from integration.settings.sections import BackendSection, RLSection, SFTSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.preference import PreferenceSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import ensure_pad_token
 from rollouts.checks import parse_json

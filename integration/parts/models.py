@@ -19,7 +19,7 @@ import torch
 from integration.parts.model_settings import find_directory
 from integration.settings.config import Config, context_tokens, count_tops, create_model_config, find_kernels, find_teacher_models
 from integration.settings.reward_model import RewardModelConfig
-from integration.settings.sections import BackendSection
+from integration.settings.sections.backend import BackendSection
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend
 from rollouts.backends.functional.backend import create_torch_func_backend
 from rollouts.backends.futures import open_pipeline

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from integration.settings.config import Config
-from integration.settings.sections import EngineSection
+from integration.settings.sections.engine import EngineSection
 from rollouts.errors import ConfigError
 from rollouts.models.loading import find_device_name
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from integration.settings.command_line import MODEL_DIRECTORY, RUN_FILE
 from integration.settings.config import Config
 from integration.settings.help_text import name_as_started
-from integration.settings.sections import RewardSection
+from integration.settings.sections.generation import RewardSection
 from integration.tasks.task import Task
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.heads import check_reward_model

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from integration.parts.model_settings import create_tokenizer, find_directory
 from integration.parts.models import Companions, create_backend, create_companions, create_model
 from integration.settings.config import Config, count_tops, find_teacher_models
-from integration.settings.sections import RLSection, SFTSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend, create_fsdp_reference_backend

@@ -54,10 +54,10 @@ from integration.run.stages import CHECKPOINTS, RunControl, create_task, run_rl,
 from integration.run.summary import draw_curves, summarize_run, tell_story
 from integration.settings.command_line import CONFIG_FILE, CommandLine, Mode
 from integration.settings.config import Config, create_output_dir
-from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.help_text import name_as_started
 from integration.settings.log_levels import keep_warnings, log_to_stderr
 from integration.settings.option_effects import describe_doubts, describe_idle_options
+from integration.settings.sections.episodes import EPISODE_TASKS
 from integration.tasks.episodes import check_demonstrations
 from integration.tasks.task import Task
 from rollouts.backends.ranks.group import RankGroup

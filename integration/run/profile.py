@@ -22,7 +22,7 @@ from rollouts.checks import parse_json
 from rollouts.output_files import explain_writes, replace_file
 
 if TYPE_CHECKING:
-    from integration.settings.sections import ProfileSection
+    from integration.settings.sections.records import ProfileSection
 
 PHASES = ("generate_s", "trainer_wait_s", "train_s", "evaluate_wait_s", "checkpoint_s", "sync_s", "evaluate_s")
 """Durations of a metrics line in the order in which a step spends them; step_s is their sum without evaluate_s."""

@@ -23,7 +23,7 @@ from typing import Any
 import trio
 from torch import Tensor
 
-from integration.settings.sections import TrajectorySection
+from integration.settings.sections.records import TrajectorySection
 from rollouts.checks import parse_json, require_flag
 from rollouts.data.records import attach_estimates, derive_steps, describe_update, shorten_log_probs
 from rollouts.data.samples import describe_sample

@@ -8,7 +8,7 @@ from typing import Any
 
 from integration.run.display import name_measure
 from integration.settings.config import Config
-from integration.settings.episodes import EPISODE_TASKS
+from integration.settings.sections.episodes import EPISODE_TASKS
 from rollouts.config import CheckpointConfig, parse_metric
 from rollouts.data.trajectories import read_samples
 from rollouts.errors import ConfigError

@@ -43,7 +43,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import describe_unknown, explain_other_names
-from integration.settings.sections import RLSection
+from integration.settings.sections.stages import RLSection
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
 from rollouts.checks import parse_json

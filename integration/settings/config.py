@@ -9,7 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from integration.settings.episodes import (
+from integration.settings.option_effects import check_mistakes
+from integration.settings.sections.backend import BackendSection, HardwareSection
+from integration.settings.sections.data import SELF_MADE_TASKS, DataSection, EvaluationSection
+from integration.settings.sections.descriptions import describe_section
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.episodes import (
     EPISODE_TASKS,
     AgentSection,
     EnvironmentSection,
@@ -20,31 +25,12 @@ from integration.settings.episodes import (
     observation_tokens,
     resolve_episode_config,
 )
-from integration.settings.option_effects import check_mistakes
-from integration.settings.preference import PreferenceSection
-from integration.settings.sections import (
-    CRASH_BUNDLES,
-    OWN_MODEL_CRITIC,
-    SELF_MADE_TASKS,
-    BackendSection,
-    CriticSection,
-    DataSection,
-    EngineSection,
-    EvaluationSection,
-    GenerationSection,
-    HardwareSection,
-    KLControlSection,
-    LoRASection,
-    ModelSection,
-    ProfileSection,
-    ReferenceSection,
-    RewardSection,
-    RLSection,
-    SFTSection,
-    TeacherSection,
-    TrajectorySection,
-    describe_section,
-)
+from integration.settings.sections.generation import GenerationSection, RewardSection
+from integration.settings.sections.model import OWN_MODEL_CRITIC, CriticSection, LoRASection, ModelSection, ReferenceSection
+from integration.settings.sections.preference import PreferenceSection
+from integration.settings.sections.records import CRASH_BUNDLES, ProfileSection, TrajectorySection
+from integration.settings.sections.stages import KLControlSection, RLSection, SFTSection
+from integration.settings.sections.teacher import TeacherSection
 from integration.settings.segment_wise import OPTION, SWITCH, derive_algorithm_call, resolve_async_config
 from rollouts.agents.config import EpisodeConfig
 from rollouts.asynchronous.config import AsyncConfig, check_async_config

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from integration.settings.episodes import EPISODE_TASKS
-from integration.settings.preference import LIKELY, MARGINS, REFERENCE_FREE, SMOOTHED
-from integration.settings.sections import SELF_MADE_TASKS
+from integration.settings.sections.data import SELF_MADE_TASKS
+from integration.settings.sections.episodes import EPISODE_TASKS
+from integration.settings.sections.preference import LIKELY, MARGINS, REFERENCE_FREE, SMOOTHED
 from rollouts.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from integration.settings.sections import CRASH_BUNDLES, BackendSection, ModelSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.records import CRASH_BUNDLES
 from rollouts.config import (
     BadNumbers,
     OptimizerConfig,

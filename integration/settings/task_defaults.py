@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from integration.settings.config import Config
-from integration.settings.sections import OWN_MODEL_CRITIC, EvaluationSection, ModelSection, RLSection, SFTSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.model import OWN_MODEL_CRITIC, ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.chat.char_tokenizer import ALPHABET
 from rollouts.checks import parse_json
 from rollouts.config import CheckpointConfig, OptimizerConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from integration.settings.command_line import CONFIG_FILE, find_run
-from integration.settings.sections import ModelSection
+from integration.settings.sections.model import ModelSection
 from integration.view.tokens import Decode
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.checks import parse_json

@@ -13,7 +13,9 @@ from forked import run
 from integration.parts.model_settings import check_backend
 from integration.parts.models import create_backend
 from integration.settings.config import Config
-from integration.settings.sections import BackendSection, LoRASection, ModelSection, RLSection, SFTSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.model import LoRASection, ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss, value_loss
 from rollouts.algorithms.presets import grpo

@@ -15,7 +15,10 @@ from chat_templates import QWEN3, create_tokenizer
 from expert_models import FAMILIES, create_expert_model, draw_batch, no_loss, read_gradients
 
 from integration.settings.config import Config
-from integration.settings.sections import BackendSection, EngineSection, ModelSection, RLSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.conversation import MultiTurnInferenceEngine
 from rollouts.agents.policies import AgentAction, EngineAgentPolicy

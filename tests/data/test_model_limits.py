@@ -14,7 +14,8 @@ from samples import make_row
 
 from integration.parts.model_settings import check_limits
 from integration.settings.config import Config
-from integration.settings.sections import GenerationSection, ModelSection
+from integration.settings.sections.generation import GenerationSection
+from integration.settings.sections.model import ModelSection
 from integration.tasks.own_data import OwnData, create_jsonl_task
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss

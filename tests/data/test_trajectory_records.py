@@ -17,7 +17,7 @@ from samples import make_sample
 from test_trajectories import finite, json_values, messages
 
 from integration.run.step_files import TrajectoryWriter, load_condition
-from integration.settings.sections import TrajectorySection
+from integration.settings.sections.records import TrajectorySection
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.agents.run import run_episode_group

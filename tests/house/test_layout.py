@@ -17,7 +17,6 @@ MORE_FILES = {  # folder -> how many it may hold
     "rollouts": len(WORDS) + len(LOOPS) + 1,  # and _lazy.py
     "rollouts/algorithms": 19,  # a family of formulas each, flat as the papers are
     "integration/run": 13,  # a file for each stage of a run, and what they share
-    "integration/settings": 15,  # the places of settings, which errors name, are read from the command line and from files
 }
 
 NAMED_LIKE_THEIR_FOLDER = {"rollouts/engines/fleet/fleet.py"}  # the class that the other files of the folder are parts of

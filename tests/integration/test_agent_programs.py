@@ -16,7 +16,7 @@ from contract_engines import save_model
 
 from integration.gateway import main as serve
 from integration.settings.config import Config
-from integration.settings.episodes import AgentSection
+from integration.settings.sections.episodes import AgentSection
 from integration.train import main
 from rollouts.errors import ConfigError
 from rollouts.testing import create_tiny_model

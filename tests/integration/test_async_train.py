@@ -16,7 +16,7 @@ from resident_prompts import find_prompts
 
 from integration.run.step_files import Ledger, read_ledger
 from integration.settings.config import Config
-from integration.settings.sections import RLSection
+from integration.settings.sections.stages import RLSection
 from integration.train import main
 from rollouts.asynchronous import recompute
 from rollouts.asynchronous.config import AsyncConfig

@@ -36,18 +36,12 @@ from integration.dry_run.sizes import AdapterSizes, ModelSizes, create_empty_mod
 from integration.dry_run.text import describe_budget, find_memory, format_bytes, read_workload
 from integration.dry_run.traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
 from integration.settings.config import Config, create_model_config
-from integration.settings.sections import (
-    BackendSection,
-    CriticSection,
-    EngineSection,
-    EvaluationSection,
-    GenerationSection,
-    HardwareSection,
-    LoRASection,
-    ModelSection,
-    RewardSection,
-    RLSection,
-)
+from integration.settings.sections.backend import BackendSection, HardwareSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.generation import GenerationSection, RewardSection
+from integration.settings.sections.model import CriticSection, LoRASection, ModelSection
+from integration.settings.sections.stages import RLSection
 from rollouts.algorithms.losses import sft_loss
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend

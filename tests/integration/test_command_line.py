@@ -20,7 +20,8 @@ from integration.settings.help_text import list_sections as show_sections
 from integration.settings.help_text import show_help
 from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
-from integration.settings.sections import ModelSection, RLSection, SFTSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from integration.settings.task_defaults import create_default_config, find_default
 from integration.simulate.settings import Simulation
 from integration.train import main
@@ -209,7 +210,7 @@ def test_what_is_wrong_with_an_algorithm_is_said_in_one_line_as_everything_else(
 
 PYTHON = """
 from integration.settings.config import Config
-from integration.settings.sections import RLSection
+from integration.settings.sections.stages import RLSection
 
 config = Config(seed=5, rl=RLSection(num_steps=2, prompts_per_step=4))
 """

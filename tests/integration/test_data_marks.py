@@ -12,7 +12,8 @@ import trio
 from integration.parts.models import fix_hardware
 from integration.run.directory import prepare_directory
 from integration.settings.config import Config
-from integration.settings.sections import DataSection, ModelSection
+from integration.settings.sections.data import DataSection
+from integration.settings.sections.model import ModelSection
 from integration.tasks import data_marks
 from integration.tasks.data_marks import compare_data, find_changed_settings, mark_data, mark_settings, read_lines, write_lines
 from integration.verify.check_run import check_run

@@ -11,8 +11,9 @@ import trio
 from chat_templates import CHATML, create_bpe_tokenizer
 
 from integration.settings.config import Config
-from integration.settings.episodes import EpisodeSection
-from integration.settings.sections import EvaluationSection, SFTSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.episodes import EpisodeSection
+from integration.settings.sections.stages import SFTSection
 from integration.tasks.episodes import DemonstrationPolicy, create_calculator_task, create_grid_world_task, demonstrate, load_expert
 from rollouts.agents.config import EpisodeConfig
 from rollouts.agents.policies import ActionRequest

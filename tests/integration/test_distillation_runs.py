@@ -22,15 +22,12 @@ from integration.run.stages import RunControl, create_task, run_rl
 from integration.run.summary import _describe_rl
 from integration.settings.config import Config
 from integration.settings.paths import with_absolute_paths
-from integration.settings.sections import (
-    BackendSection,
-    DataSection,
-    EvaluationSection,
-    GenerationSection,
-    ModelSection,
-    RLSection,
-    TeacherSection,
-)
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.data import DataSection, EvaluationSection
+from integration.settings.sections.generation import GenerationSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
+from integration.settings.sections.teacher import TeacherSection
 from integration.tasks.task import create_sort_task
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer

@@ -18,16 +18,11 @@ from integration.parts.models import create_model
 from integration.run.stages import create_task
 from integration.settings.config import Config, response_tokens
 from integration.settings.option_effects import IdleOption, describe_doubts
-from integration.settings.sections import (
-    CriticSection,
-    DataSection,
-    EngineSection,
-    GenerationSection,
-    LoRASection,
-    ModelSection,
-    RLSection,
-    SFTSection,
-)
+from integration.settings.sections.data import DataSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.generation import GenerationSection
+from integration.settings.sections.model import CriticSection, LoRASection, ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import OptimizerConfig

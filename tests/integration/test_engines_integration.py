@@ -29,7 +29,10 @@ from integration.parts.placement import assign_gpus
 from integration.parts.server_fleet import spread_config
 from integration.run.stages import RunControl, run_rl
 from integration.settings.config import Config
-from integration.settings.sections import EngineSection, EvaluationSection, ModelSection, RLSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
 from integration.tasks.task import create_sort_task
 from integration.train import main
 from rollouts.async_rl_loop import run_async_rl_training

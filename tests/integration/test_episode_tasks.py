@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from integration.settings.config import Config, context_tokens, episode_config, response_tokens
-from integration.settings.episodes import EnvironmentSection, EpisodeSection
-from integration.settings.sections import EvaluationSection, SFTSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.episodes import EnvironmentSection, EpisodeSection
+from integration.settings.sections.stages import SFTSection
 from integration.tasks.episodes import check_demonstrations, create_calculator_task, create_grid_world_task
 from integration.train import main
 from rollouts.agents.setting import observation_key

@@ -21,7 +21,8 @@ from integration.parts.models import create_model
 from integration.run.launch import count_processes, describe_kill, is_follower, needs_launch
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
-from integration.settings.sections import BackendSection, ModelSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.model import ModelSection
 from integration.train import main
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.errors import ConfigError

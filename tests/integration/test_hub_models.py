@@ -19,8 +19,8 @@ from integration import command as command_module
 from integration.convert import push
 from integration.parts.hub_models import find_models, names_hub, names_hub_model
 from integration.settings.config import Config
-from integration.settings.preference import PreferenceSection
-from integration.settings.sections import ModelSection, ReferenceSection
+from integration.settings.sections.model import ModelSection, ReferenceSection
+from integration.settings.sections.preference import PreferenceSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, RolloutsError
 from rollouts.models.hub import find_hub_model, is_hub_name

@@ -21,17 +21,13 @@ from integration.settings.config import (
     rl_training_config,
     sft_training_config,
 )
-from integration.settings.sections import (
-    BackendSection,
-    DataSection,
-    EngineSection,
-    GenerationSection,
-    ModelSection,
-    RewardSection,
-    RLSection,
-    SFTSection,
-    TeacherSection,
-)
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.data import DataSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.generation import GenerationSection, RewardSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
+from integration.settings.sections.teacher import TeacherSection
 from rollouts.algorithms import estimators
 from rollouts.algorithms.presets import gdpo, grpo
 from rollouts.config import CheckpointConfig, OptimizerConfig

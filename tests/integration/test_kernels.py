@@ -13,7 +13,7 @@ from integration.parts.models import fix_hardware
 from integration.run.directory import prepare_directory
 from integration.settings.command_line import CONFIG_FILE, parse_command_line
 from integration.settings.config import Config, find_kernels
-from integration.settings.sections import ModelSection
+from integration.settings.sections.model import ModelSection
 from rollouts.errors import ConfigError
 from rollouts.models import linear
 from rollouts.training.saving.checkpoints import save_checkpoint

@@ -11,7 +11,9 @@ from test_stages import run, start, values  # noqa: F401 - start is a fixture
 from integration.parts import models
 from integration.run.stages import RunControl, run_rl, run_sft
 from integration.settings.config import Config
-from integration.settings.sections import EvaluationSection, LoRASection, RLSection, SFTSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.model import LoRASection
+from integration.settings.sections.stages import RLSection, SFTSection
 from integration.tasks.task import create_sort_task
 from rollouts.backends.lora.files import ADAPTER_DIRECTORY, fingerprint_base, read_fingerprint
 from rollouts.config import OptimizerConfig

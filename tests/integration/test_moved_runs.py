@@ -14,7 +14,10 @@ from integration.eval.__main__ import main as evaluate
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, find_run
 from integration.settings.config import Config
 from integration.settings.paths import has_moved, strip_directories, with_absolute_paths
-from integration.settings.sections import CriticSection, DataSection, ModelSection, RewardSection, RLSection
+from integration.settings.sections.data import DataSection
+from integration.settings.sections.generation import RewardSection
+from integration.settings.sections.model import CriticSection, ModelSection
+from integration.settings.sections.stages import RLSection
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.testing import create_tiny_model

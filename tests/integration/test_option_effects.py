@@ -33,8 +33,8 @@ from integration.settings.config import (
     rl_training_config,
     sft_training_config,
 )
-from integration.settings.episodes import EPISODE_TASKS
 from integration.settings.option_effects import COMMAND_OPTIONS, EFFECTS, Effect, find_idle_options, list_options, spell_option
+from integration.settings.sections.episodes import EPISODE_TASKS
 from integration.tasks.episodes import create_world
 from integration.tasks.task import Task
 from integration.train import main

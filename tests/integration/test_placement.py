@@ -22,7 +22,11 @@ from integration.parts.placement import (
     plan_placement,
 )
 from integration.settings.config import Config, rl_training_config
-from integration.settings.sections import BackendSection, EngineSection, ModelSection, RewardSection, RLSection
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.generation import RewardSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
 from integration.train import main
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.errors import ConfigError

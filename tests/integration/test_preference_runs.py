@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from integration.eval.__main__ import main as evaluate
 from integration.run.directory import REFERENCE_FILE
 from integration.settings.config import Config, check_truncated_sampling
-from integration.settings.preference import PreferenceLoss, PreferenceSection
-from integration.settings.sections import EngineSection, GenerationSection, RLSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.generation import GenerationSection
+from integration.settings.sections.preference import PreferenceLoss, PreferenceSection
+from integration.settings.sections.stages import RLSection
 from integration.train import main
 from rollouts.algorithms import preference_objectives as objectives
 from rollouts.chat.char_tokenizer import create_char_tokenizer

@@ -11,7 +11,7 @@ import torch
 import trio
 
 from integration.run.profile import RunProfile, Span, describe_steps, phase_spans
-from integration.settings.sections import ProfileSection
+from integration.settings.sections.records import ProfileSection
 from integration.train import main
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.testing import create_tiny_model

@@ -22,7 +22,10 @@ from integration.run import step_files
 from integration.run.stages import RunControl, run_rl
 from integration.run.step_files import Ledger, TrajectoryWriter, open_files
 from integration.settings.config import Config
-from integration.settings.sections import EvaluationSection, ModelSection, RLSection, TrajectorySection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.records import TrajectorySection
+from integration.settings.sections.stages import RLSection
 from integration.tasks.task import create_sort_task
 from rollouts import create_pytorch_backend
 from rollouts.asynchronous.config import AsyncConfig

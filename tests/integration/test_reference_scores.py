@@ -16,8 +16,8 @@ import integration.parts.models as models
 import integration.run.preferences as preferences
 from integration.run.directory import REFERENCE_FILE
 from integration.settings.config import Config
-from integration.settings.preference import PreferenceSection
-from integration.settings.sections import ModelSection, ReferenceSection
+from integration.settings.sections.model import ModelSection, ReferenceSection
+from integration.settings.sections.preference import PreferenceSection
 from integration.tasks.reference_scores import append_scores, hash_pair, mark_reference, open_scores
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer

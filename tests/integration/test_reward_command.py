@@ -10,7 +10,7 @@ import pytest
 from integration.command import main as rollouts
 from integration.parts.rewards import parse_functions, use_own_reward
 from integration.reward import main
-from integration.settings.sections import RewardSection
+from integration.settings.sections.generation import RewardSection
 from integration.tasks.own_data import OwnData, create_jsonl_task
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ import pytest
 from forked import Child, run
 
 from integration.command import main
-from integration.settings.sections import EngineSection
+from integration.settings.sections.engine import EngineSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.launch.commands import ServerConfig, build_environment
 from rollouts.errors import ConfigError

@@ -18,8 +18,7 @@ from benchmarks.reliability.loopback import Exchange, serve
 from integration.eval.subjects import find_subject, fit_config
 from integration.parts.engines import create_fleet_config, create_server_engine, open_weight_channel
 from integration.settings.config import Config
-from integration.settings.deadlines import DeadlinesSection
-from integration.settings.sections import EngineSection
+from integration.settings.sections.engine import DeadlinesSection, EngineSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.fleet.channel import FleetChannel
 from rollouts.engines.fleet.fleet import EngineFleet

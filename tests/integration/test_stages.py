@@ -17,15 +17,10 @@ from integration.parts.models import Companions, create_companions, create_model
 from integration.run.stages import RunControl, run_rl, run_sft
 from integration.settings.command_line import name_as_typed
 from integration.settings.config import Config, create_kl_control
-from integration.settings.sections import (
-    CriticSection,
-    EvaluationSection,
-    KLControlSection,
-    ModelSection,
-    ReferenceSection,
-    RLSection,
-    TrajectorySection,
-)
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.model import CriticSection, ModelSection, ReferenceSection
+from integration.settings.sections.records import TrajectorySection
+from integration.settings.sections.stages import KLControlSection, RLSection
 from integration.tasks.task import create_sort_task
 from rollouts.algorithms.presets import decoupled, grpo, ppo
 from rollouts.backends.factory import create_reference_backend

@@ -12,7 +12,7 @@ import pytest
 from integration.command import PROGRAMS
 from integration.expressions.algorithm import parse_algorithm
 from integration.expressions.filters import parse_filter
-from integration.settings.sections import RLSection
+from integration.settings.sections.stages import RLSection
 
 ROOT = Path(__file__).parents[2]
 

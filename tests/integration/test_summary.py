@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from integration.expressions.algorithm import create_algorithm, parse_algorithm
 from integration.run.summary import draw_curves, summarize_run, tell_story
 from integration.settings.config import Config
-from integration.settings.sections import RLSection
+from integration.settings.sections.stages import RLSection
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.data.trajectories import write_samples
 from rollouts.types import Sample

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integration.parts.rewards import open_task, use_own_reward
-from integration.settings.sections import RewardSection
+from integration.settings.sections.generation import RewardSection
 from integration.tasks.own_data import OwnData, create_jsonl_task
 from integration.tasks.task import create_sort_task
 from integration.train import main

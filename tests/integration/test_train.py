@@ -25,7 +25,7 @@ from integration.run.directory import compare_settings
 from integration.run.exit_status import run_command
 from integration.run.job import describe_settings, favor_computation
 from integration.settings.config import Config
-from integration.settings.sections import EngineSection
+from integration.settings.sections.engine import EngineSection
 from integration.train import main
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import load_config

@@ -20,7 +20,8 @@ from integration.parts.engines import (
     prepare_initial_model,
 )
 from integration.settings.config import Config
-from integration.settings.sections import EngineSection, ModelSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.model import ModelSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.inprocess.engine import InProcessEngine

@@ -12,7 +12,8 @@ from test_family_table import GENERATOR, WAYS
 
 from integration.parts.model_settings import settle_weight_sync
 from integration.settings.config import Config
-from integration.settings.sections import EngineSection, ModelSection
+from integration.settings.sections.engine import EngineSection
+from integration.settings.sections.model import ModelSection
 from rollouts.backends.factory import create_critic_backend, create_pytorch_backend
 from rollouts.backends.fsdp.factory import create_fsdp_backend, create_fsdp_critic_backend
 from rollouts.backends.fsdp.load import load_critic_on_meta, load_hf_model_on_meta, materialize_critic, materialize_from_hf

@@ -21,7 +21,9 @@ from integration.dry_run.sizes import read_sizes
 from integration.run.stages import create_task
 from integration.settings.command_line import parse_command_line
 from integration.settings.config import Config
-from integration.settings.sections import EvaluationSection, ModelSection, RLSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import save_config
 from rollouts.rewards.answers import exact_match

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from page_blocks import ROOT, check_snippets, find_missing, list_commands, run_command, write_files
 
-from integration.settings.preference import PreferenceLoss
+from integration.settings.sections.preference import PreferenceLoss
 
 PAGE = ROOT / "docs" / "preferences.md"
 

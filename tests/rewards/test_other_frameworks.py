@@ -14,7 +14,7 @@ import torch
 import trio
 
 from integration.parts.rewards import load_task_reward
-from integration.settings.sections import RewardSection
+from integration.settings.sections.generation import RewardSection
 from rollouts.config import RewardConfig
 from rollouts.errors import ConfigError, RewardError
 from rollouts.rewards.evaluate import score_group

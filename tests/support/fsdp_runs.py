@@ -12,17 +12,12 @@ from transformers.utils import logging
 
 from integration.run.stages import RunControl, run_rl, run_sft
 from integration.settings.config import Config
-from integration.settings.sections import (
-    BackendSection,
-    CriticSection,
-    EvaluationSection,
-    LoRASection,
-    ModelSection,
-    RewardSection,
-    RLSection,
-    SFTSection,
-    TeacherSection,
-)
+from integration.settings.sections.backend import BackendSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.generation import RewardSection
+from integration.settings.sections.model import CriticSection, LoRASection, ModelSection
+from integration.settings.sections.stages import RLSection, SFTSection
+from integration.settings.sections.teacher import TeacherSection
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import CheckpointConfig, OptimizerConfig

@@ -1426,7 +1426,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("words/test_errors.py::test_credentials_are_taken_out_of_messages_and_nothing_else_is",),
     ),
     Mutation(
-        "../integration/settings/sections.py",
+        "../integration/settings/sections/engine.py",
         "credentials of servers are written to config.json",
         "            if redact(url) != url:\n",
         "            if False:\n",
@@ -1611,7 +1611,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("integration/test_shipped_configs.py::test_the_file_of_the_harder_sorting_task_has_the_defaults_of_that_task",),
     ),
     Mutation(
-        "../integration/settings/sections.py",
+        "../integration/settings/sections/engine.py",
         "addresses without a scheme, credentials and all, are let in",
         'if not url.lower().startswith(("http://", "https://")):',
         "if False:",

@@ -12,7 +12,10 @@ import pytest
 from integration.run.stages import RunControl, run_rl
 from integration.run.summary import summarize_run
 from integration.settings.config import Config
-from integration.settings.sections import EvaluationSection, GenerationSection, ModelSection, RLSection
+from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.generation import GenerationSection
+from integration.settings.sections.model import ModelSection
+from integration.settings.sections.stages import RLSection
 from integration.tasks.task import create_sort_task
 from rollouts.asynchronous.config import AsyncConfig
 from rollouts.backends.factory import create_pytorch_backend

@@ -12,7 +12,7 @@ import torch
 from samples import make_row
 
 from integration.run.step_files import TrajectoryWriter
-from integration.settings.sections import TrajectorySection
+from integration.settings.sections.records import TrajectorySection
 from rollouts.algorithms.losses import clipped_policy_loss, mark_tokens, policy_loss, total_loss
 from rollouts.algorithms.presets import cispo, decoupled, dppo, gmpo, grpo, gspo
 from rollouts.algorithms.surrogates import reinforce

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from integration.settings.sections import describe_section
+from integration.settings.sections.descriptions import describe_section
 from rollouts.config import OptimizerConfig, check_count, check_flags, check_not_negative, check_positive, check_setting
 from rollouts.config_files import suggest
 from rollouts.errors import ConfigError
