@@ -36,7 +36,8 @@ from integration.parts.engines import create_embedded_engine
 from integration.parts.model_settings import create_tokenizer
 from integration.run.job import favor_computation
 from integration.run.stages import Evaluation, RunControl, create_task, run_rl
-from integration.settings.config import Config, count_rl_updates
+from integration.settings.config import Config
+from integration.settings.made.library import count_rl_updates
 from integration.settings.sections.stages import RLSection
 from integration.tasks.task import Task
 from rollouts.backends.optim.optimizers import create_rule

@@ -15,7 +15,8 @@ from integration.parts.model_settings import create_tokenizer
 from integration.parts.models import create_backend, create_companions, create_model
 from integration.run.reward_model import create_reward_backend, create_start
 from integration.settings.command_line import CONFIG_FILE, read_saved
-from integration.settings.config import Config, count_critic_updates, count_rl_updates, create_rl_algorithm, rl_training_config
+from integration.settings.config import Config
+from integration.settings.made.library import count_critic_updates, count_rl_updates, create_rl_algorithm, rl_training_config
 from integration.settings.reward_model import RewardModelConfig
 from rollouts.algorithms.losses import sft_loss, value_loss
 from rollouts.algorithms.preferences import score_loss

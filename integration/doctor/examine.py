@@ -37,7 +37,8 @@ from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.evaluation import template_kwargs
 from integration.run.stages import create_task, create_task_generate_fn
 from integration.settings.command_line import CommandLine
-from integration.settings.config import Config, count_critic_updates, reward_config
+from integration.settings.config import Config
+from integration.settings.made.library import count_critic_updates, reward_config
 from integration.tasks.task import Task
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.futures import open_pipeline

@@ -14,8 +14,9 @@ from integration.parts.placement import find_nccl_version, place_servers
 from integration.parts.rewards import check_reward, load_task_reward
 from integration.run.launch import count_local_processes, count_processes
 from integration.run.step_files import load_condition
+from integration.settings.checks import check_truncated_sampling
 from integration.settings.command_line import CommandLine
-from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config, check_truncated_sampling
+from integration.settings.config import OWN_DATA_TASKS, SELF_MADE_TASKS, Config
 from integration.settings.sections.episodes import EPISODE_TASKS, AgentSection
 from integration.settings.sections.preference import PAIR_TASKS
 from rollouts.data.rows.files import check_exists

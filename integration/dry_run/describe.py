@@ -18,15 +18,9 @@ from integration.expressions.loggers import describe_loggers
 from integration.expressions.mixture import describe_mixture
 from integration.parts.model_settings import read_model_config
 from integration.settings.command_line import CommandLine, Mode, print_all_options
-from integration.settings.config import (
-    Config,
-    count_critic_updates,
-    count_greedy_samples,
-    count_rl_updates,
-    episode_config,
-    response_tokens,
-    turn_tokens,
-)
+from integration.settings.config import Config
+from integration.settings.made.budgets import episode_config, response_tokens, turn_tokens
+from integration.settings.made.library import count_critic_updates, count_greedy_samples, count_rl_updates
 from integration.settings.option_effects import (
     IdleOption,
     describe_doubts,

@@ -30,7 +30,9 @@ from integration.dry_run.traffic import Links
 from integration.parts.model_settings import read_model_config
 from integration.parts.placement import GPU_VARIABLE, count_training_gpus, limits_memory
 from integration.parts.rewards import find_reward_model
-from integration.settings.config import Config, count_greedy_samples, count_rl_updates, count_tops, find_teacher_models, response_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import response_tokens
+from integration.settings.made.library import count_greedy_samples, count_rl_updates, count_tops, find_teacher_models
 from integration.settings.sections.backend import HardwareSection
 from integration.settings.sections.episodes import EPISODE_TASKS
 from rollouts.models.heads import check_reward_model

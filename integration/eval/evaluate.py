@@ -34,7 +34,7 @@ from integration.eval.subjects import (
 from integration.eval.summary import choose_ks, compare, summarize
 from integration.parts.rewards import open_task
 from integration.run.evaluation import evaluate_episode_group, sampling_params, template_kwargs
-from integration.settings.config import reward_config
+from integration.settings.made.library import reward_config
 from integration.tasks.task import Task
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.checks import parse_json

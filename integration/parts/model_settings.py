@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration.settings.config import Config, context_tokens, list_model_numbers
+from integration.settings.config import Config
+from integration.settings.made.budgets import context_tokens
+from integration.settings.made.library import list_model_numbers
 from integration.settings.option_effects import spell_option
 from integration.settings.sections.backend import BackendSection
 from integration.settings.sections.preference import PreferenceSection

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from integration.parts.model_settings import find_directory
-from integration.settings.config import Config, context_tokens, count_tops, create_model_config, find_kernels, find_teacher_models
+from integration.settings.config import Config, find_kernels
+from integration.settings.made.budgets import context_tokens
+from integration.settings.made.library import count_tops, create_model_config, find_teacher_models
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.backend import BackendSection
 from rollouts.backends.factory import create_backend_with_scheduler, create_critic_backend, create_reference_backend

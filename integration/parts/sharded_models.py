@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from integration.parts.model_settings import create_tokenizer, find_directory
 from integration.parts.models import Companions, create_backend, create_companions, create_model
-from integration.settings.config import Config, count_tops, find_teacher_models
+from integration.settings.config import Config
+from integration.settings.made.library import count_tops, find_teacher_models
 from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from integration.parts.engines import create_server_engine, read_api_key
 from integration.parts.model_settings import read_model_config
 from integration.run.evaluation import template_kwargs
-from integration.settings.config import Config, response_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import response_tokens
 from integration.settings.sections.engine import EngineSection
 from integration.tasks.task import Task
 from rollouts.backends.protocol import TrainingBackend

@@ -12,7 +12,9 @@ import trio
 
 from integration.parts.agents import create_agents, has_reward
 from integration.run.display import GRADED
-from integration.settings.config import Config, generation_config, reward_config, turn_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import turn_tokens
+from integration.settings.made.library import generation_config, reward_config
 from integration.tasks.task import Task
 from rollouts.agents.policies import ActionRequest, AgentAction, AgentPolicy, EngineAgentPolicy
 from rollouts.agents.run import run_episode_group

@@ -17,7 +17,8 @@ from integration.parts.sharded_models import create_beside, create_policy, creat
 from integration.run.directory import REFERENCE_FILE
 from integration.run.evaluation import Evaluation, create_best
 from integration.run.stages import CHECKPOINTS, RunControl, check_num_rows, create_task, read_stage, restore_stage
-from integration.settings.config import Config, preference_training_config
+from integration.settings.config import Config
+from integration.settings.made.library import preference_training_config
 from integration.tasks.reference_scores import append_scores, hash_pair, mark_reference, open_scores
 from integration.tasks.task import Task
 from rollouts.backends.futures import open_pipeline

@@ -29,15 +29,14 @@ from integration.parts.teachers import check_teacher_fields, open_teacher
 from integration.run.display import name_measure
 from integration.run.evaluation import Evaluation, create_best, sampling_params, template_kwargs
 from integration.run.step_files import Ledger, TrajectoryWriter, open_files
-from integration.settings.config import (
-    SELF_MADE_TASKS,
-    Config,
+from integration.settings.config import SELF_MADE_TASKS, Config
+from integration.settings.made.budgets import response_tokens
+from integration.settings.made.library import (
     count_critic_updates,
     count_greedy_samples,
     count_rl_updates,
     create_rl_algorithm,
     generation_config,
-    response_tokens,
     reward_config,
     rl_training_config,
     sft_training_config,

@@ -21,7 +21,8 @@ import trio
 
 from integration.expressions.mixture import parse_mixture
 from integration.parts.model_settings import read_model_config
-from integration.settings.config import Config, episode_config, response_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import episode_config, response_tokens
 from integration.settings.sections.episodes import parse_parameters
 from integration.tasks.task import Task, is_character_tokenizer
 from rollouts.agents.policies import ActionRequest, AgentAction

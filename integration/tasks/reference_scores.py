@@ -14,7 +14,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from integration.settings.config import Config, context_tokens, list_model_numbers
+from integration.settings.config import Config
+from integration.settings.made.budgets import context_tokens
+from integration.settings.made.library import list_model_numbers
 from integration.tasks.data_marks import mark_file
 from rollouts.checks import is_finite_number, parse_json
 from rollouts.config_files import to_dict

@@ -35,7 +35,8 @@ from integration.dry_run.memory import (
 from integration.dry_run.sizes import AdapterSizes, ModelSizes, create_empty_model, read_adapter_sizes, read_sizes
 from integration.dry_run.text import describe_budget, find_memory, format_bytes, read_workload
 from integration.dry_run.traffic import Links, count_microbatches, pass_traffic, rows_traffic, sync_traffic
-from integration.settings.config import Config, create_model_config
+from integration.settings.config import Config
+from integration.settings.made.library import create_model_config
 from integration.settings.sections.backend import BackendSection, HardwareSection
 from integration.settings.sections.data import EvaluationSection
 from integration.settings.sections.engine import EngineSection

@@ -15,9 +15,10 @@ import pytest
 from forked import run
 
 from integration.settings.command_line import CONFIG_FILE, RUN_FILE, list_flags, parse_command_line, print_all_options
-from integration.settings.config import Config, create_model_config
+from integration.settings.config import Config
 from integration.settings.help_text import list_sections as show_sections
 from integration.settings.help_text import show_help
+from integration.settings.made.library import create_model_config
 from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.model import ModelSection

@@ -16,7 +16,8 @@ from integration.dry_run.text import format_bytes
 from integration.parts.model_settings import read_model_config
 from integration.parts.models import create_model
 from integration.run.stages import create_task
-from integration.settings.config import Config, response_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import response_tokens
 from integration.settings.option_effects import IdleOption, describe_doubts
 from integration.settings.sections.data import DataSection
 from integration.settings.sections.engine import EngineSection

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from integration.settings.config import Config, context_tokens, episode_config, response_tokens
+from integration.settings.config import Config
+from integration.settings.made.budgets import context_tokens, episode_config, response_tokens
 from integration.settings.sections.data import EvaluationSection
 from integration.settings.sections.episodes import EnvironmentSection, EpisodeSection
 from integration.settings.sections.stages import SFTSection

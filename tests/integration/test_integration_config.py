@@ -12,15 +12,8 @@ from samples import make_row
 from integration.dry_run.describe import derive_numbers
 from integration.expressions.algorithm import PRESETS, learns_from_single_samples
 from integration.expressions.filters import FILTERS, describe_filter, resolve_filter
-from integration.settings.config import (
-    Config,
-    count_rl_updates,
-    create_output_dir,
-    generation_config,
-    reward_config,
-    rl_training_config,
-    sft_training_config,
-)
+from integration.settings.config import Config, create_output_dir
+from integration.settings.made.library import count_rl_updates, generation_config, reward_config, rl_training_config, sft_training_config
 from integration.settings.sections.backend import BackendSection
 from integration.settings.sections.data import DataSection
 from integration.settings.sections.engine import EngineSection

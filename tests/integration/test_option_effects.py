@@ -21,12 +21,10 @@ from integration.report.runs import read_run
 from integration.run.stages import create_rollout_config, create_task, template_kwargs
 from integration.settings import command_line
 from integration.settings.command_line import parse_command_line
-from integration.settings.config import (
-    Config,
-    context_tokens,
+from integration.settings.config import Config, create_output_dir
+from integration.settings.made.budgets import context_tokens, episode_config
+from integration.settings.made.library import (
     create_model_config,
-    create_output_dir,
-    episode_config,
     generation_config,
     preference_training_config,
     reward_config,

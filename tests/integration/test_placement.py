@@ -21,7 +21,8 @@ from integration.parts.placement import (
     place_servers,
     plan_placement,
 )
-from integration.settings.config import Config, rl_training_config
+from integration.settings.config import Config
+from integration.settings.made.library import rl_training_config
 from integration.settings.sections.backend import BackendSection
 from integration.settings.sections.engine import EngineSection
 from integration.settings.sections.generation import RewardSection

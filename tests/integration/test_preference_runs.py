@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from integration.eval.__main__ import main as evaluate
 from integration.run.directory import REFERENCE_FILE
-from integration.settings.config import Config, check_truncated_sampling
+from integration.settings.checks import check_truncated_sampling
+from integration.settings.config import Config
 from integration.settings.sections.engine import EngineSection
 from integration.settings.sections.generation import GenerationSection
 from integration.settings.sections.preference import PreferenceLoss, PreferenceSection

@@ -16,7 +16,8 @@ from integration.parts.model_settings import check_companions
 from integration.parts.models import Companions, create_companions, create_model
 from integration.run.stages import RunControl, run_rl, run_sft
 from integration.settings.command_line import name_as_typed
-from integration.settings.config import Config, create_kl_control
+from integration.settings.config import Config
+from integration.settings.made.library import create_kl_control
 from integration.settings.sections.data import EvaluationSection
 from integration.settings.sections.model import CriticSection, ModelSection, ReferenceSection
 from integration.settings.sections.records import TrajectorySection

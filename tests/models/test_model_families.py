@@ -18,7 +18,8 @@ import trio
 from samples import draw_batch
 
 from integration.parts.model_settings import check_dropout
-from integration.settings.config import Config, rl_training_config, sft_training_config
+from integration.settings.config import Config
+from integration.settings.made.library import rl_training_config, sft_training_config
 from integration.settings.sections.model import LoRASection
 from integration.settings.sections.stages import RLSection, SFTSection
 from rollouts.algorithms.loss_weights import token_mean

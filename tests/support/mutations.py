@@ -1363,7 +1363,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Settings of a run
     Mutation(
-        "../integration/settings/config.py",
+        "../integration/settings/made/library.py",
         "the command's baseline does not reach the loop",
         "        baseline=config.rl.baseline,\n",
         "",
