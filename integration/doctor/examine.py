@@ -21,6 +21,7 @@ from integration.doctor.numbers import (
     check_splits,
     check_sync,
     check_trainer,
+    choose_prompts,
     choose_rows,
     create_reference,
     find_window,
@@ -187,7 +188,8 @@ async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: 
     findings = await attempt("loss on the data", loss)
     stage = config.rl if "rl" in patient.mode else config.preference if "dpo" in patient.mode else config.sft
     backend = create_backend(config, patient.model, patient.tokenizer, stage.optimizer, 100)
-    prompts = [row[: max(1, min(len(row) - 1, 64))] for row in patient.rows[:4] if len(row) > 1]
+    room = min((length for length in (limits.context_length, config.engine.context_length) if length is not None), default=None)
+    prompts = choose_prompts(patient.rows, rows[-1].tokens, context=room)
     async with open_pipeline(backend) as trainer:
         say("trainer against transformers")
         findings += await attempt("trainer log-probs", partial(check_trainer, trainer, reference, rows, **compare))

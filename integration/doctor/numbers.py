@@ -29,6 +29,8 @@ _MEAN = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.01}  # nats; the mean o
 _WORST = {"float32": 2e-3, "bfloat16": 1.0, "float16": 0.3}  # nats; the worst token
 _SPLIT = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.01}  # relative difference of a gradient's norm
 _MOST_ROW = 4096  # tokens of the longest row
+_LONG_ROW = 160  # tokens of the row of random tokens; engines keep the keys and values of prompts in blocks of 16 to 64 tokens
+_ANSWER = 32  # tokens that an engine may answer
 _LEARNED = 0.9  # share of the logarithm of the vocabulary from which a loss is no better than chance
 
 ReferenceFn = Callable[[Sequence[int]], Tensor]
@@ -65,7 +67,7 @@ def choose_rows(rows: Sequence[Sequence[int]], *, window: int | None, context: i
         rows: token rows of the user's data.
     """
     most = min(_MOST_ROW, context or _MOST_ROW)
-    long = min(most, max(64, (5 * window) // 2 if window else 64))
+    long = min(most, max(_LONG_ROW, (5 * window) // 2 if window else 0))
     generator = torch.Generator().manual_seed(seed)
     random = torch.randint(0, vocab_size, (long,), generator=generator).tolist()
     chosen = [list(row)[:most] for row in rows if len(row) >= 2] + [random]
@@ -73,6 +75,18 @@ def choose_rows(rows: Sequence[Sequence[int]], *, window: int | None, context: i
         Sample(tokens=tuple(row), loss_mask=(0.0, *(1.0,) * (len(row) - 1)), rollout_log_probs=(0.0,) * len(row), index=k, group_index=k)
         for k, row in enumerate(chosen)
     ]
+
+
+def choose_prompts(rows: Sequence[Sequence[int]], long: Sequence[int], *, context: int | None) -> list[Sequence[int]]:
+    """Return prompts for an engine: the beginnings of four of the user's rows, and the beginning of a long row.
+
+    Args:
+        long: a row longer than two windows and than the blocks in which engines keep keys and values.
+        context: most tokens of a prompt and its answer; None = no limit.
+    """
+    room = (len(long) if context is None else min(len(long), context)) - _ANSWER - 1
+    beginnings = [row[: max(1, min(len(row) - 1, 64))] for row in rows[:4] if len(row) > 1]
+    return [*beginnings, long[:room]] if beginnings and room > 0 else beginnings
 
 
 async def check_trainer(
@@ -88,7 +102,15 @@ async def check_trainer(
     longest = max(len(sample.tokens) for sample in samples)
     span = "" if window is None else f", {longest / window:.1f} windows at most"
     found = f"{describe(difference)} from transformers' own forward, over {len(samples)} rows of up to {longest} tokens{span}"
-    advice = "compare config.json and weights with those that transformers loads, and report a family that differs (docs/models.md)"
+    advice = (
+        "the trainer computes another model: compare config.json (output head, tied embeddings, attention) and weights with those that "
+        "transformers loads, and report a family that differs (docs/models.md)"
+    )
+    if window is not None and is_beyond(difference, precision):
+        within = batch.loss_mask * (torch.arange(batch.loss_mask.shape[1]) < window)
+        if not is_beyond(compare_log_probs(theirs, own, within), precision):
+            found = f"{found}; the first {window} tokens of each row, a window, agree"
+            advice = "the trainer attends beyond the window, or not as far: compare sliding_window and layer_types of config.json"
     if window is not None and longest <= window:
         found = f"{found}; none is longer than a window of {window} tokens, so a wrong one could not be seen"
         return judge("trainer log-probs", found, fails=is_beyond(difference, precision), warns=True, advice=advice)
@@ -112,21 +134,20 @@ async def check_engine(
     prompts: Sequence[Sequence[int]],
     *,
     precision: str,
-    max_tokens: int = 32,
+    max_tokens: int = _ANSWER,
     temperature: float,
 ) -> list[Finding]:
     """Check the engine's log-probs of what it samples against the trainer's, at temperature 1, at 0.7, and at the run's own."""
     findings: list[Finding] = []
+    advice = "the engine has other weights, a lower precision or another temperature than the trainer assumes (docs/engines.md)"
     for value in dict.fromkeys((1.0, 0.7, temperature)):
         difference = await check_parity(engine, backend, prompts, SamplingParams(max_tokens=max_tokens, temperature=value))
-        findings.append(
-            judge(
-                f"engine log-probs, temperature {value:g}",
-                f"{describe(difference)} from the trainer's, over {difference.num_tokens} sampled tokens",
-                fails=is_beyond(difference, precision),
-                advice="the engine has another temperature, other weights or a lower precision than the trainer assumes (docs/engines.md)",
+        found = f"{describe(difference)} from the trainer's, over {difference.num_tokens} sampled tokens"
+        findings.append(judge(f"engine log-probs, temperature {value:g}", found, fails=is_beyond(difference, precision), advice=advice))
+        if findings[0].status == "pass":  # so the weights are the same
+            advice = (
+                "at temperature 1 the two agree: the engine samples, or reports log-probs, at another temperature than it was asked for"
             )
-        )
     return findings
 
 

@@ -31,6 +31,7 @@ from rollouts.output_files import replace_file
 from rollouts.rewards.answers import load_function
 from rollouts.training.logs.continued import TIMEOUT_S, ContinuedLogger
 from rollouts.training.logs.loggers import MLflowLogger, TensorBoardLogger, TrackioLogger
+from rollouts.training.logs.wandb_files import read_offline_steps
 from rollouts.training.metrics import JSONLLogger, MetricsLogger, Value, WandbLogger
 from rollouts.types import Sample
 
@@ -62,7 +63,9 @@ def _wandb(project: str = PROJECT, name: str | None = None, *, run: RunIdentity)
     files = run.directory / LOGGERS
     files.mkdir(parents=True, exist_ok=True)
     run_id = _keep(files / "wandb_id", secrets.token_hex(4))
-    return MarkedLogger(WandbLogger(project, name or run.name, run.settings, run_id=run_id, directory=files), files / "wandb_steps.json")
+    stored = read_offline_steps(files / "wandb")  # before this process adds a part
+    logger = WandbLogger(project, name or run.name, run.settings, run_id=run_id, directory=files)
+    return MarkedLogger(logger, files / "wandb_steps.json", stored=stored)
 
 
 def _tensorboard(directory: str | None = None, *, run: RunIdentity) -> MetricsLogger:
@@ -90,14 +93,21 @@ def _keep(path: Path, value: str) -> str:
 
 
 class MarkedLogger:
-    """A logger whose store cannot be read back, with a file of the last step of each stage beside it.
+    """A logger whose store may be elsewhere and cannot be read back, with a file of the last step of each stage beside it.
 
     A process of the logger keeps new lines in memory for some seconds, and a kill of the run ends it, too. A line is therefore marked when
     _SETTLED_S have passed, or the logger has finished: after a kill the lines that may be lost are written again.
     """
 
-    def __init__(self, logger: WandbLogger, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger, self._path, self._clock = logger, path, clock
+    def __init__(
+        self, logger: WandbLogger, path: Path, clock: Callable[[], float] = time.monotonic, stored: Mapping[str, int] | None = None
+    ) -> None:
+        """
+        Args:
+            path: file of the marks.
+            stored: last step of each stage in the store, where it can be read back: then the marks are not asked.
+        """
+        self._logger, self._path, self._clock, self._stored = logger, path, clock, stored
         self._steps: dict[str, int] = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
         self._waiting = deque[tuple[float, str, int]]()  # time, stage and step of lines that are not marked
 
@@ -112,8 +122,8 @@ class MarkedLogger:
         self._logger.log_samples(samples, step, stage)
 
     def last_steps(self) -> Mapping[str, int]:
-        """Return the last marked step of each stage."""
-        return dict(self._steps)
+        """Return the last step of each stage that is in the store, or marked."""
+        return dict(self._steps if self._stored is None else self._stored)
 
     def finish(self) -> None:
         """Finish the logger, and mark all of its lines."""

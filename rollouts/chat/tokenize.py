@@ -358,9 +358,9 @@ def _find_span(
             at = next((k for k, (a, b) in enumerate(zip(prefix, text, strict=False)) if a != b), len(text))
             raise DataError(
                 f"the chat template renders {name} differently from the same part of the whole conversation (message {i}, assistant): "
-                f"{prefix[at : at + 40]!r} against {text[at : at + 40]!r}. Train on the last assistant message alone "
-                "(last_assistant_only=True, each earlier one in a conversation of its own), or mark the generated text in the template "
-                "by {% generation %}."
+                f"{prefix[at : at + 40]!r} against {text[at : at + 40]!r}. Make each answer a row of its own, with the messages before "
+                "it as 'prompt' and the answer as 'completion' (in Python also: last_assistant_only=True), or mark the generated text in "
+                "the template by {% generation %}"
             )
     if len(after) <= len(before):
         raise DataError(f"the chat template renders nothing for the assistant message {i}: {messages[i].content!r}")

@@ -154,9 +154,12 @@ def load_hf_model(
             directory, dtype=parse_dtype(dtype), local_files_only=True, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     if missing := sorted(map(str, info["missing_keys"])):  # transformers gives them random values
+        head = model.get_output_embeddings()
+        is_head = head is not None and all(model.get_parameter(name) is head.weight for name in missing)
         raise ConfigError(
             f"{directory} lacks {len(missing)} weights of a {type(model).__name__} ({', '.join(missing[:3])}): it is not a complete "
             "language model, or its config.json is of another one"
+            + (". If its head is its embedding, config.json must say so by tie_word_embeddings true" if is_head else "")
         )
     return cast("PreTrainedModel", cast("torch.nn.Module", model).to(device))
 

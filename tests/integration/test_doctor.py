@@ -25,6 +25,7 @@ from integration.doctor.numbers import (
     check_splits,
     check_sync,
     check_trainer,
+    choose_prompts,
     choose_rows,
     create_reference,
     find_window,
@@ -251,6 +252,18 @@ async def test_a_head_that_is_left_out_is_caught():
     assert (await check_trainer(create_backend(untied), create_reference(tied), rows, precision="float32", window=None)).status == "fail"
 
 
+def test_a_checkpoint_without_a_head_is_refused_with_the_setting_that_ties_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = create_tiny_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
+    create_char_tokenizer(64).save_pretrained(str(tmp_path))
+    assert main(["--mode", "sft", "--model.path", str(tmp_path)]) == 2
+    assert "lm_head.weight" in (told := capsys.readouterr().err) and "say so by tie_word_embeddings true" in told
+
+
 async def test_an_ignored_window_is_caught_and_rows_that_cannot_show_it_are_told():
     model = create_windowed_model(16)
     ignoring = create_windowed_model(None)
@@ -261,7 +274,9 @@ async def test_an_ignored_window_is_caught_and_rows_that_cannot_show_it_are_told
     assert max(len(row.tokens) for row in rows) >= 40
     check = {"precision": "float32", "window": window}
     assert (await check_trainer(create_backend(copy_of(model)), create_reference(model), rows, **check)).status == "pass"
-    assert (await check_trainer(create_backend(ignoring), create_reference(model), rows, **check)).status == "fail"
+    ignored = await check_trainer(create_backend(ignoring), create_reference(model), rows, **check)
+    assert ignored.status == "fail" and "the first 16 tokens of each row, a window, agree" in ignored.found
+    assert "sliding_window" in ignored.advice
     short = choose_rows(ROWS, window=window, context=12, vocab_size=64)
     blind = await check_trainer(create_backend(create_windowed_model(None)), create_reference(create_windowed_model(None)), short, **check)
     assert blind.status == "warn" and "none is longer than a window" in blind.found
@@ -341,7 +356,13 @@ async def test_a_right_engine_passes():
 
 
 async def test_a_wrong_temperature_is_caught():
-    statuses, _ = await check_with(WrongTemperature)
+    model = create_tiny_model()
+    async with InProcessEngine(model) as inner:
+        findings = await check_engine(
+            WrongTemperature(inner), create_backend(copy_of(model)), PROMPTS, precision="float32", temperature=1.3
+        )
+    assert all("at temperature 1 the two agree" in finding.advice for finding in findings[1:])
+    statuses = {f.check: f.status for f in findings}
     assert statuses == {
         "engine log-probs, temperature 1": "pass",
         "engine log-probs, temperature 0.7": "fail",
@@ -349,9 +370,18 @@ async def test_a_wrong_temperature_is_caught():
     }
 
 
-async def test_stale_keys_and_values_are_caught():
-    _, sync = await check_with(StaleKeys, prompts=[[3 + k % 40 for k in range(150)], PROMPTS[0]])
+async def test_stale_keys_and_values_are_caught_however_short_the_prompts_of_the_data_are():
+    long = choose_rows(ROWS, window=None, context=512, vocab_size=64)[-1].tokens
+    _, sync = await check_with(StaleKeys, prompts=choose_prompts(PROMPTS, long, context=512))
     assert sync.status == "fail"
+
+
+def test_prompts_for_an_engine_leave_room_for_the_answer():
+    long = choose_rows(ROWS, window=40, context=512, vocab_size=64)[-1].tokens
+    assert [len(prompt) for prompt in choose_prompts([[1] * 100, [1], [1, 2]], long, context=512)] == [64, 1, len(long) - 33]
+    assert [len(prompt) for prompt in choose_prompts([[1, 2]], long, context=50)] == [1, 17]
+    assert [len(prompt) for prompt in choose_prompts([[1, 2]], long, context=33)] == [1]
+    assert choose_prompts([], long, context=512) == []
 
 
 async def test_weights_that_do_not_arrive_are_caught():

@@ -24,7 +24,9 @@ from integration.train import main
 from rollouts.errors import ConfigError
 from rollouts.training.logs import continued
 from rollouts.training.logs.continued import ContinuedLogger
+from rollouts.training.logs.wandb_files import read_offline_steps, split_records
 from rollouts.training.metrics import read_metrics
+from rollouts.types import Sample
 
 Curve = list[tuple[int, float]]
 Reader = Callable[[Path, str], Curve]
@@ -354,7 +356,7 @@ os.kill(os.getpid(), 9)
 
 @needs.WANDB
 @pytest.mark.more
-def test_no_line_of_a_killed_run_is_lacking_in_weights_and_biases(tmp_path: Path):
+def test_a_killed_run_has_each_line_once_in_the_offline_files_of_weights_and_biases(tmp_path: Path):
     root = str(Path(__file__).parents[2])
     own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # that of other tests, which is not killed
     environment = own | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
@@ -363,7 +365,31 @@ def test_no_line_of_a_killed_run_is_lacking_in_weights_and_biases(tmp_path: Path
     (logger,) = create_loggers(["wandb('mine')"], RunIdentity(directory=tmp_path / "run", settings={}, earlier=earlier))
     logger.log({"stage": "rl", "reward_mean": 1.0}, 4)
     logger.finish()
-    assert sorted(set(read_wandb(tmp_path, "rl/reward_mean"))) == [(step, step / 4) for step in (1, 2, 3, 4)]
+    assert sorted(read_wandb(tmp_path, "rl/reward_mean")) == [(step, step / 4) for step in (1, 2, 3, 4)]
+
+
+@needs.WANDB
+@pytest.mark.more
+def test_offline_files_of_weights_and_biases_are_read_up_to_where_a_kill_cut_them(tmp_path: Path):
+    (logger,) = create_loggers(["wandb('mine')"], RunIdentity(directory=tmp_path / "run", settings={"long": "x" * 70_000}))
+    for step in (1, 2, 3):  # the lines fill blocks of 32 KiB beyond their ends
+        logger.log({"stage": "sft", "loss": step / 4} | {f"metric_{k}": float(k) for k in range(2000)}, step)
+    logger.log_samples((Sample(tokens=(1, 2), loss_mask=(0.0, 1.0), response="b"),), 4, "sft")  # a table alone is no line
+    logger.finish()
+    files = tmp_path / "run" / "loggers" / "wandb"
+    (file,) = files.glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    assert read_offline_steps(files) == {"sft": 3} and list(split_records(data)) == read_records(file)
+    for size, expected in ((len(data) // 2, 1), (7, None), (3, None), (0, None)):
+        file.write_bytes(data[:size])
+        found = read_offline_steps(files)
+        assert found == {} if expected is None else found is not None and 1 <= found["sft"] <= 3, size
+    file.write_bytes(data[:7] + b"\x05" * 400)
+    assert read_offline_steps(files) == {}, "another format"
+    file.write_bytes(data)
+    (files / "run-20260101_000000-abcdefgh").mkdir()
+    assert read_offline_steps(files) is None, "a part of the run has gone to a server"
+    assert read_offline_steps(tmp_path / "none") == {}
 
 
 def test_the_loggers_before_one_that_cannot_be_called_are_finished(tmp_path: Path):

@@ -39,6 +39,11 @@ function tick(value) {
   return value !== 0 && Math.abs(value) < 0.01 ? value.toExponential(1).replace(".0e", "e") : number(value);
 }
 
+// The value under the pointer; without a pointer, the newest one.
+function valueAt(plot, value, k, index) {
+  return number(index === null || index === undefined ? plot.data[k].findLast((found) => found !== null && found !== undefined) : value);
+}
+
 function addPlot(plots, report, stage, key) {
   const runs = report.runs.map((run, k) => ({ run, k })).filter(({ run }) => run.stages[stage] && (run.stages[stage][key] || []).some((value) => value !== null));
   if (!runs.length) return;
@@ -50,8 +55,8 @@ function addPlot(plots, report, stage, key) {
   const grid = { stroke: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(), width: 1 };
   const axis = { stroke: ink, grid, ticks: grid, size: 58, values: (_, ticks) => ticks.map(tick) };
   const steps = { ...axis, size: 34, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], values: (_, ticks) => ticks.map(number) };
-  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : key, stroke: colors[k % colors.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: (_, value) => number(value) }));
-  const options = { width: Math.max(240, box.clientWidth - 16), height: 210, scales: { x: { time: false } }, axes: [steps, axis], series: [{ label: "step" }, ...series], cursor: { drag: { x: true, y: false } } };
+  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : key, stroke: colors[k % colors.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: valueAt }));
+  const options = { width: Math.max(240, box.clientWidth - 16), height: 210, scales: { x: { time: false } }, axes: [steps, axis], series: [{ label: "step", value: valueAt }, ...series], cursor: { drag: { x: true, y: false } } };
   requestAnimationFrame(() => {
     options.width = Math.max(220, box.clientWidth - 14);
     const plot = new uPlot(options, uPlot.join(tables), box);

@@ -74,6 +74,7 @@ async function drawRollouts(report, state, change) {
   const list = make("div", { class: "list", "aria-label": "Rollouts" }), sheets = make("div", { class: "sheets", "aria-live": "polite" });
   page.append(filters, make("p", { class: "note", id: "count" }, `${found.length} of ${rows.length} recorded rollouts`), make("div", { class: "browser" }, list, sheets));
   if (state.order === "clipped" && found.length && !found.some((row) => row.clipped)) page.lastChild.before(...await explainUnclipped(report, rows, now, change));
+  if (found.length) list.append(make("div", { class: "head", "aria-hidden": "true" }, ...["sample", "reward", "answer"].map((name) => make("span", {}, name))));
   const nameOf = (row) => `${row.chunk}-${row.at}`;
   let shown = 0, lastGroup = null;
   const more = make("button", { type: "button", class: "row", on: { click: () => extend() } }, "Show more");
