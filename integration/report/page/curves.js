@@ -55,7 +55,7 @@ function addPlot(plots, report, stage, key) {
   const grid = { stroke: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(), width: 1 };
   const axis = { stroke: ink, grid, ticks: grid, size: 58, values: (_, ticks) => ticks.map(tick) };
   const steps = { ...axis, size: 34, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 100000], values: (_, ticks) => ticks.map(number) };
-  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : key, stroke: colors[k % colors.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: valueAt }));
+  const series = runs.map(({ run, k }) => ({ label: report.runs.length > 1 ? show(run.name) : "value", stroke: colors[k % colors.length], width: 1.6, spanGaps: true, points: { show: run.stages[stage].step.length < 60, size: 5 }, value: valueAt }));
   const options = { width: Math.max(240, box.clientWidth - 16), height: 210, scales: { x: { time: false } }, axes: [steps, axis], series: [{ label: "step", value: valueAt }, ...series], cursor: { drag: { x: true, y: false } } };
   requestAnimationFrame(() => {
     options.width = Math.max(220, box.clientWidth - 14);
