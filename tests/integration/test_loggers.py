@@ -385,7 +385,9 @@ def test_offline_files_of_weights_and_biases_are_read_up_to_where_a_kill_cut_the
         found = read_offline_steps(files)
         assert found == {} if expected is None else found is not None and 1 <= found["sft"] <= 3, size
     file.write_bytes(data[:7] + b"\x05" * 400)
-    assert read_offline_steps(files) == {}, "another format"
+    assert read_offline_steps(files) == {}, "another kind of record"
+    file.write_bytes(data[:7] + struct.pack("<IHB", 0, 4, 1) + b"\xff" * 4)
+    assert read_offline_steps(files) is None, "records of another kind: the marks count"
     file.write_bytes(data)
     (files / "run-20260101_000000-abcdefgh").mkdir()
     assert read_offline_steps(files) is None, "a part of the run has gone to a server"

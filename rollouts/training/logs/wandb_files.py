@@ -26,12 +26,15 @@ def read_offline_steps(directory: Path) -> Mapping[str, int] | None:
     parts = sorted(path for path in directory.glob("*run-*") if path.is_dir() and not path.is_symlink())
     if any(not part.name.startswith("offline-run-") for part in parts):
         return None
+    if not parts:
+        return {}
     found: dict[str, int] = {}
+    protobuf: Any = importlib.import_module("google.protobuf.message")  # a requirement of wandb
     try:
         for file in (file for part in parts for file in sorted(part.glob("*.wandb"))):
             for stage, step in _read_lines(file):
                 found[stage] = max(found.get(stage, -1), step)
-    except Exception:  # protobuf raises errors of its own for what it cannot read
+    except (protobuf.DecodeError, ValueError):
         return None
     return found
 
