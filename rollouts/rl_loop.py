@@ -20,8 +20,10 @@ from rollouts.engines.protocol import InferenceEngine, WeightChannel
 from rollouts.training.abandonment import Abandonment
 from rollouts.training.distillation.teachers import Teacher
 from rollouts.training.metrics import MetricsLogger
-from rollouts.training.rl_run import BeforeSave, OnEstimates, OnRollouts, RecordUpdates, ResumePoint, RLParts, RLRun, RolloutSource
+from rollouts.training.rl_parts import BeforeSave, OnEstimates, OnRollouts, RecordUpdates, RLParts, RolloutSource
+from rollouts.training.rl_run import RLRun
 from rollouts.training.saving.best import BestCheckpoint
+from rollouts.training.saving.rl_checkpoints import ResumePoint
 from rollouts.training.saving.run_state import RunInputs
 from rollouts.training.steps import EvaluateFn, Metrics, measure_throughput
 from rollouts.training.summaries import summarize_mismatch

@@ -36,8 +36,8 @@ from rollouts.seeds import derive_seed
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend, FakeEngine, random_answer
 from rollouts.training.metrics import CompositeLogger, JSONLLogger, MetricsLogger, read_metrics
-from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints, load_run_state
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.types import RolloutBatch, Sample, SamplingParams
 
 Loop: TypeAlias = Literal["sft", "dpo", "reward_model", "rl", "async"]

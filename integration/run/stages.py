@@ -66,9 +66,10 @@ from rollouts.rl_loop import train_rl
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import MetricsLogger, StageLogger
-from rollouts.training.rl_run import RLParts, restore_rl_run
+from rollouts.training.rl_parts import RLParts
 from rollouts.training.saving.best import BestCheckpoint, add_to
 from rollouts.training.saving.checkpoints import latest_checkpoint, list_checkpoints
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
 from rollouts.types import Algorithm
 

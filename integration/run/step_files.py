@@ -32,7 +32,7 @@ from rollouts.errors import ConfigError, DataError, OutputError, raise_single_er
 from rollouts.output_files import append_text, replace_file
 from rollouts.rewards.answers import load_function
 from rollouts.training.metrics import log_samples
-from rollouts.training.rl_run import RecordUpdates, RLParts
+from rollouts.training.rl_parts import RecordUpdates, RLParts
 from rollouts.training.rollout_batch import RecordedColumns
 from rollouts.types import RolloutBatch, Sample, TrainBatch
 

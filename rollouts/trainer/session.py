@@ -43,8 +43,10 @@ from rollouts.trainer.config import ConfigStore, TrainingConfig
 from rollouts.trainer.engines import TextEngine, find_model_directory, open_text_engine
 from rollouts.trainer.environments import create_environment_factory
 from rollouts.training.metrics import MetricsLogger, log_offset
-from rollouts.training.rl_run import ResumePoint, RLParts, RLRun, restore_rl_run
+from rollouts.training.rl_parts import RLParts
+from rollouts.training.rl_run import RLRun
 from rollouts.training.saving.checkpoints import MANIFEST_FILE, latest_checkpoint
+from rollouts.training.saving.rl_checkpoints import ResumePoint, restore_rl_run
 from rollouts.types import Algorithm, Prompt, RolloutBatch, Sample
 
 Dataset = str | Path | Sequence[Any]

@@ -1,4 +1,4 @@
-"""Checks before the first rollout that backends and rollout source provide the columns that an algorithm requires."""
+"""Checks that backends, rollout source and samples provide the columns that an algorithm requires: most before the first rollout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol, runtime_checkable
 
 from rollouts.backends.protocol import TrainingBackend, find_outputs, find_token_spec
 from rollouts.config import RLTrainingConfig, RolloutConfig
-from rollouts.data.samples import describe_sample
-from rollouts.engines.protocol import EngineFeature, InferenceEngine, get_engine_features
+from rollouts.data.samples import describe_sample, select_trainable
+from rollouts.engines.protocol import EngineFeature, InferenceEngine, WeightChannel, get_engine_features
 from rollouts.errors import ConfigError, DataError
 from rollouts.generation.contract import gives_turns
 from rollouts.models.tokens import explain_token_differences
@@ -163,6 +163,43 @@ def check_recorded_experts(batch: TrainBatch, samples: Sequence[Sample]) -> None
                 "those of its completions, as create_generate_fn does, and a policy of episodes AgentAction.routed_experts. "
                 "Set router_replay to False"
             )
+
+
+def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> None:
+    """Raise DataError if trained samples were drawn from a cut distribution and the algorithm compares theirs with log-probs of another.
+
+    The trainer computes log-probs over the sets that the engine recorded (Sample.kept_tokens). Without a record its log-probs are those of
+    the whole distribution, as segment log-probs always are, and a ratio of the two would be meaningless.
+    """
+    cut = [sample for sample in select_trainable(samples) if sample.truncated_sampling]
+    unknown = [sample for sample in cut if not _has_all_sets(sample)]
+    if unknown and "rollout_log_probs" in algorithm.requires:
+        raise DataError(
+            f"{len(unknown)} of {len(samples)} samples (the first is sample {unknown[0].index}) were drawn with top_p, top_k or min_p, and "
+            "the trainer cannot compute the log-probs that the algorithm compares with, since the engine did not record the sets that were "
+            "left: use the engine in this process, sample with top_p=1, top_k=0 and min_p=0, or use an algorithm that does not read "
+            "rollout_log_probs, for example recomputed(...)"
+        )
+    if cut and "segment_log_probs" in algorithm.requires:
+        raise DataError(
+            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, but the "
+            "algorithm requires segment_log_probs, which engines compute over the whole distribution: set segment_wise to False, or sample "
+            "with top_p=1, top_k=0 and min_p=0"
+        )
+
+
+def _has_all_sets(sample: Sample) -> bool:
+    """Whether it is recorded what each trained token was drawn from."""
+    kept = sample.kept_tokens
+    return kept is not None and all(count >= 0 for count, mask in zip(kept.counts, sample.loss_mask, strict=True) if mask > 0)
+
+
+def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
+    """Return the channel of a run. Raises ConfigError for a channel without the setting, or the reverse."""
+    if (config.weight_sync == "channel") != (channel is not None):
+        given = "no weight_channel was given: pass an open one" if channel is None else "a weight_channel was given: leave it out"
+        raise ConfigError(f'weight_sync is {config.weight_sync!r}, but {given}, or set weight_sync="memory" or "channel" to match')
+    return channel
 
 
 def check_rl_batch_sizes(rollout: RolloutConfig, training: RLTrainingConfig) -> None:

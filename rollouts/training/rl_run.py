@@ -1,18 +1,17 @@
-"""RLParts, the parts of a run, and RLRun, its work on one batch: train, write a checkpoint, sync weights, evaluate, log."""
+"""RLRun, the work of a reinforcement-learning run on one batch: train, write a checkpoint, sync weights, evaluate, log."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-import time
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import torch
 import trio
@@ -21,24 +20,20 @@ from rollouts.algorithms.advantages import compute_advantages
 from rollouts.algorithms.estimators import estimate_group_relative
 from rollouts.algorithms.kl_control import update_kl_control
 from rollouts.algorithms.presets import grpo
-from rollouts.backends.protocol import CheckpointingBackend, TrainingBackend
 from rollouts.config import RLTrainingConfig
 from rollouts.data.collate import collate_samples
 from rollouts.data.filters import describe_left_out, find_empty_answers, sift_rows
-from rollouts.data.prompts import DataBuffer
 from rollouts.data.samples import check_versions, select_trainable, with_reward
 from rollouts.engines.protocol import (
     EngineFeature,
-    InferenceEngine,
-    WeightChannel,
     get_engine_features,
     require_engine_feature,
 )
-from rollouts.errors import BadNumberError, CheckpointError, ConfigError, DataError, RolloutsError, raise_single_errors
+from rollouts.errors import BadNumberError, ConfigError, raise_single_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.abandonment import Abandonment
-from rollouts.training.distillation.teachers import TEACHER_COLUMNS, Teacher
-from rollouts.training.metrics import MetricsLogger, log_offset
+from rollouts.training.distillation.teachers import TEACHER_COLUMNS
+from rollouts.training.metrics import log_offset
 from rollouts.training.parity import ParityWarning, act_on_difference, create_weight_probe, measure_difference, select_rows_of_version
 from rollouts.training.requirements import (
     ConfiguredSource,
@@ -46,181 +41,32 @@ from rollouts.training.requirements import (
     check_records_experts,
     check_requirements,
     check_rl_batch_sizes,
+    check_sampled_whole,
+    check_weight_channel,
 )
-from rollouts.training.rollout_batch import RecordedColumns, RecordRequest, UpdatePlan, train_on_rollouts
-from rollouts.training.saving.best import BestCheckpoint, add_to, protect, state_of
-from rollouts.training.saving.checkpoints import RUN_STATE_FILE
+from rollouts.training.rl_parts import RLParts, RolloutSource
+from rollouts.training.rollout_batch import RecordRequest, UpdatePlan, train_on_rollouts
+from rollouts.training.saving.best import add_to, protect, state_of
+from rollouts.training.saving.rl_checkpoints import ResumePoint, stage_beside_policy
 from rollouts.training.saving.run_checkpoints import (
     RunCheckpoints,
     is_checkpoint_due,
     note_checkpoint,
     open_checkpoints,
     require_checkpointing,
-    stage_backend,
 )
-from rollouts.training.saving.run_state import RunInputs, RunState, read_run_state
-from rollouts.training.steps import EvaluateFn, Metrics, find_trained_rows, is_due, require_balance, require_replay
+from rollouts.training.saving.run_state import RunState
+from rollouts.training.steps import Metrics, find_trained_rows, is_due, require_balance, require_replay
 from rollouts.training.summaries import Signs, look, summarize_rollouts, summarize_samples
 from rollouts.training.weight_sync import (
     Exports,
     ServedWeights,
     hold_weights,
     publish_weights,
-    restore_served_weights,
-    write_served_weights,
 )
-from rollouts.types import Algorithm, KLControl, RolloutBatch, Sample, Status, TrainBatch
+from rollouts.types import Algorithm, RolloutBatch, Sample, Status, TrainBatch
 
 _MOST_NAMED = 8  # prompts in a message
-CRITIC_DIRECTORY = "critic"
-"""Directory of the critic in a checkpoint."""
-
-OnRollouts: TypeAlias = Callable[[int, RolloutBatch], "Awaitable[None] | None"]
-"""(step, its rollouts), before training; sync or async."""
-
-OnEstimates: TypeAlias = Callable[[int, RolloutBatch, TrainBatch], "Awaitable[None] | None"]
-"""(step, its rollouts, their batch of tensors with advantages), before any update; sync or async."""
-
-BeforeSave: TypeAlias = Callable[[], "Awaitable[None] | None"]
-"""(), before a checkpoint that counts the last finished step; sync or async. Its error prevents the checkpoint."""
-
-
-@dataclass(frozen=True)
-class RecordUpdates:
-    """Record of what the updates of each step see of some of its rollouts, see RecordRequest."""
-
-    select: Callable[[int, RolloutBatch], Sequence[int]]  # (step, its rollouts) -> positions of samples, before training
-    write: Callable[[int, RolloutBatch, Mapping[int, RecordedColumns]], Awaitable[None] | None]  # (step, its rollouts, columns of tokens by
-    # position), after the last update of the step; sync or async
-
-
-class RolloutSource(Protocol):
-    """Source of rollout batches. One that is also a requirements.ConfiguredSource can serve every algorithm."""
-
-    async def generate_batch(self) -> RolloutBatch:
-        """Return the next batch: rewarded, filtered, whole groups in the order of their prompts."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that determines the next batches, data position included, as JSON values."""
-        ...
-
-
-class RestorableRolloutSource(RolloutSource, Protocol):
-    """Rollout source that can be restored to an earlier state_dict()."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of state_dict()."""
-        ...
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RLParts:
-    """Parts of a reinforcement-learning run, besides its source of rollouts and its RLTrainingConfig."""
-
-    backend: TrainingBackend  # policy; a backend or its `open_pipeline` pipeline
-    data_buffer: DataBuffer  # prompts of the rollout source; its epoch is logged
-    engines: Sequence[InferenceEngine]  # inference engines; get the new weights every config.sync_every steps
-    metrics_logger: MetricsLogger | None = None  # gets a line every config.log_every steps, with each evaluation and after the last step
-    reference: TrainingBackend | None = None  # frozen model of a KL term; ignored by an algorithm without one
-    critic: TrainingBackend | None = None  # model with a value head, for an algorithm that requires values; trained beside the policy,
-    # alone in the first config.critic_warmup_steps steps, and saved in the directory "critic" of each checkpoint
-    teacher: Teacher | None = None  # teacher of distillation; ignored by an algorithm without one
-    pad_id: int = 0  # token that pads rows; never computed
-    evaluate: EvaluateFn | None = None  # called every config.eval_every steps, after the sync; its metrics are added to that step's line
-    checkpoint_dir: Path | None = None  # gets step_NNNN folders, every config.checkpoint_every steps and after the last; None = none
-    keep_last_n: int = 2  # number of newest checkpoints to keep
-    should_stop: Callable[[], bool] = _never  # called after each step; True ends the run with a checkpoint of that step
-    abandonment: Abandonment | None = None  # its request ends the run with a checkpoint of the last finished step; None = never
-    on_rollouts: OnRollouts | None = None  # called with each step's rollouts before training, for example to write some of them to a file
-    on_estimates: OnEstimates | None = None  # called with the same rollouts and the batch that algorithm.estimate returned
-    record: RecordUpdates | None = None  # called for the record of updates, for example to write it to a file
-    before_save: BeforeSave | None = None  # called before the state of a step is taken for a checkpoint, for example to wait for files
-    clock: Callable[[], float] = time.monotonic  # time in seconds, for keys that end in `_s`
-    weight_channel: WeightChannel | None = None  # open channel into the memory of the engines, if config.weight_sync is "channel"
-    best: BestCheckpoint | None = None  # keeps the checkpoint of the best evaluation, and may end the run; needs evaluate
-    inputs: RunInputs | None = None  # marks of data and settings, written to each checkpoint
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Point from which an interrupted run continues."""
-
-    step: int  # finished steps
-    metrics: Mapping[str, float] | None = None  # metrics of that step, whose line is written again; None = its line was written
-    served: ServedWeights | None = None  # weights of the engines, if older than the backend's
-    kl_control: KLControl | None = None  # KL controller after that step, if the run has one
-    best: Mapping[str, Any] | None = None  # state of the keeper of the best checkpoint before the evaluation of that step, if there is one
-
-
-async def restore_rl_run(
-    checkpoint: Path | str,
-    backend: TrainingBackend,
-    rollout_manager: RestorableRolloutSource,
-    inference_engines: Sequence[InferenceEngine],
-    config: RLTrainingConfig,
-    *,
-    critic: TrainingBackend | None = None,
-    weight_channel: WeightChannel | None = None,
-) -> ResumePoint:
-    """Restore backend, critic, manager (with its data position) and engines from a checkpoint of run_rl_training.
-
-    Raises: CheckpointError if the checkpoint is damaged, of another stage or of another architecture, or if it has a critic and none is
-        given, or the reverse.
-    """
-    checkpoint = Path(checkpoint)
-    state = read_run_state(checkpoint)
-    if state.stage != "rl" or state.rollouts is None:
-        raise CheckpointError(f"{checkpoint} is a checkpoint of stage {state.stage!r}, expected 'rl': resume it with its own stage")
-    critic_directory = checkpoint / CRITIC_DIRECTORY
-    if critic_directory.is_dir() != (critic is not None):
-        found, needed = (
-            ("no critic", "leave out critic=") if critic is not None else ("a critic", "pass critic= as in the run that wrote it")
-        )
-        raise CheckpointError(f"{checkpoint} holds {found}: {needed}, or start a new run")
-    await require_checkpointing(backend).load_checkpoint(checkpoint).result()
-    if critic is not None:
-        await require_checkpointing(critic).load_checkpoint(critic_directory).result()
-    with _explain_state(checkpoint):
-        rollout_manager.load_state_dict(state.rollouts)
-    served = await restore_served_weights(
-        backend,
-        inference_engines,
-        checkpoint,
-        in_memory=config.weight_sync == "memory",
-        channel=check_weight_channel(config, weight_channel),
-    )
-    kl_coef = state.kl_coef
-    kl_control = config.kl_control if config.kl_control is None or kl_coef is None else replace(config.kl_control, kl_coef=kl_coef)
-    return ResumePoint(step=state.step, metrics=state.metrics, served=served, kl_control=kl_control, best=state.best)
-
-
-@contextmanager
-def _explain_state(checkpoint: Path) -> Generator[None]:
-    """Raise what a source says of a state with a missing or mistyped value as a CheckpointError with the file's name."""
-    try:
-        yield
-    except RolloutsError as error:
-        error.add_note(f"in the key 'rollouts' of {checkpoint / RUN_STATE_FILE}")
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"the key 'rollouts' of {checkpoint / RUN_STATE_FILE} is no state of this source of rollouts: "
-            f"{type(error).__name__}: {error}. Restore the checkpoint from a copy, or move its directory away, so that --resume takes the "
-            "one before it"
-        ) from error
-
-
-def check_weight_channel(config: RLTrainingConfig, channel: WeightChannel | None) -> WeightChannel | None:
-    """Return the channel of a run. Raises ConfigError for a channel without the setting, or the reverse."""
-    if (config.weight_sync == "channel") != (channel is not None):
-        given = "no weight_channel was given: pass an open one" if channel is None else "a weight_channel was given: leave it out"
-        raise ConfigError(f'weight_sync is {config.weight_sync!r}, but {given}, or set weight_sync="memory" or "channel" to match')
-    return channel
 
 
 def estimate_with_baseline(batch: TrainBatch, baseline: float) -> TrainBatch:
@@ -527,7 +373,7 @@ class RLRun:
             metrics,
             protected=(*served, *protect(self.parts.best, self.parts.checkpoint_dir)),
             stage_more=partial(
-                _stage_beside_policy,
+                stage_beside_policy,
                 served=None if self.is_sync_due(finished) else self.served,
                 version=version,
                 critic=self._critic_saver,
@@ -618,35 +464,6 @@ def shape_rewards(samples: tuple[Sample, ...], shape_reward: Callable[[Sample], 
     return samples if shape_reward is None else tuple(with_reward(sample, shape_reward(sample)) for sample in samples)
 
 
-def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> None:
-    """Raise DataError if trained samples were drawn from a cut distribution and the algorithm compares theirs with log-probs of another.
-
-    The trainer computes log-probs over the sets that the engine recorded (Sample.kept_tokens). Without a record its log-probs are those of
-    the whole distribution, as segment log-probs always are, and a ratio of the two would be meaningless.
-    """
-    cut = [sample for sample in select_trainable(samples) if sample.truncated_sampling]
-    unknown = [sample for sample in cut if not _has_all_sets(sample)]
-    if unknown and "rollout_log_probs" in algorithm.requires:
-        raise DataError(
-            f"{len(unknown)} of {len(samples)} samples (the first is sample {unknown[0].index}) were drawn with top_p, top_k or min_p, and "
-            "the trainer cannot compute the log-probs that the algorithm compares with, since the engine did not record the sets that were "
-            "left: use the engine in this process, sample with top_p=1, top_k=0 and min_p=0, or use an algorithm that does not read "
-            "rollout_log_probs, for example recomputed(...)"
-        )
-    if cut and "segment_log_probs" in algorithm.requires:
-        raise DataError(
-            f"{len(cut)} of {len(samples)} samples (the first is sample {cut[0].index}) were drawn with top_p, top_k or min_p, but the "
-            "algorithm requires segment_log_probs, which engines compute over the whole distribution: set segment_wise to False, or sample "
-            "with top_p=1, top_k=0 and min_p=0"
-        )
-
-
-def _has_all_sets(sample: Sample) -> bool:
-    """Whether it is recorded what each trained token was drawn from."""
-    kept = sample.kept_tokens
-    return kept is not None and all(count >= 0 for count, mask in zip(kept.counts, sample.loss_mask, strict=True) if mask > 0)
-
-
 def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBatch:
     """Mask the rows of truncated samples. They stay trainable: an algorithm takes other rows for baseline samples."""
     ended = torch.tensor([sample.status is not Status.TRUNCATED for sample in samples])
@@ -658,20 +475,3 @@ async def _call_each(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
         async with trio.open_nursery() as nursery:
             for call in calls:
                 nursery.start_soon(call)
-
-
-async def _stage_beside_policy(
-    directory: Path, *, served: ServedWeights | None, version: int, critic: CheckpointingBackend | None
-) -> Callable[[], None]:
-    """Take the state of an RL checkpoint besides the policy's; return the function that writes it."""
-    write_critic: Callable[[], None] | None = None
-    if critic is not None:
-        (directory / CRITIC_DIRECTORY).mkdir()
-        write_critic = await stage_backend(critic, directory / CRITIC_DIRECTORY)
-
-    def write() -> None:
-        write_served_weights(directory, served=served, version=version)
-        if write_critic is not None:
-            write_critic()
-
-    return write

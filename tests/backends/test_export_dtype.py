@@ -22,7 +22,7 @@ from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.generation.single_turn import create_generate_fn
 from rollouts.rl_loop import train_rl
 from rollouts.testing import FakeEngine, create_tiny_model, script_answer
-from rollouts.training.rl_run import RLParts
+from rollouts.training.rl_parts import RLParts
 from rollouts.types import SamplingParams
 
 BACKENDS = {

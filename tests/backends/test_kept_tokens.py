@@ -39,7 +39,7 @@ from rollouts.generation.single_turn import create_generate_fn, generate_group
 from rollouts.rl_loop import run_rl_training
 from rollouts.sft_loop import evaluate_sft
 from rollouts.testing import FakeEngine, create_tiny_model, script_answer
-from rollouts.training.rl_run import check_sampled_whole
+from rollouts.training.requirements import check_sampled_whole
 from rollouts.types import Completion, KeptTokens, Prompt, Sample, SamplingParams, TrainBatch
 
 TOKENIZER = create_char_tokenizer()

@@ -35,7 +35,7 @@ from rollouts.testing import (
     create_tiny_model,
     script_answer,
 )
-from rollouts.training.rl_run import RLParts
+from rollouts.training.rl_parts import RLParts
 from rollouts.types import SamplingParams
 
 FAST = RetryPolicy(budget_s=0.5, first_wait_s=0.01, longest_wait_s=0.05)

@@ -34,7 +34,7 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.data.trajectories import read_records
 from rollouts.errors import OutputError
 from rollouts.testing import create_tiny_model
-from rollouts.training.rl_run import RLParts
+from rollouts.training.rl_parts import RLParts
 from rollouts.training.saving.checkpoints import list_checkpoints
 from rollouts.types import RolloutBatch, Sample
 

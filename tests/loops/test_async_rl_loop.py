@@ -34,8 +34,8 @@ from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model, random_answer
 from rollouts.training.metrics import JSONLLogger, read_metrics
 from rollouts.training.parity import ParityWarning
-from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.training.saving.run_state import read_run_state
 from rollouts.types import KLControl, RolloutBatch, Sample, SamplingParams
 

@@ -34,8 +34,8 @@ from rollouts.rl_loop import run_rl_training
 from rollouts.seeds import derive_seed
 from rollouts.testing import FakeBackend, FakeEngine, create_tiny_model
 from rollouts.training.metrics import JSONLLogger, read_metrics
-from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.rollout_batch import select_values
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.types import KLControl, Sample, SamplingParams, TrainBatch
 
 

@@ -25,9 +25,10 @@ from rollouts.testing import FakeBackend, FakeEngine, script_answer
 from rollouts.testing.engines import Call
 from rollouts.training.abandonment import Abandonment
 from rollouts.training.metrics import JSONLLogger, read_metrics
-from rollouts.training.rl_run import RLParts, restore_rl_run
+from rollouts.training.rl_parts import RLParts
 from rollouts.training.rollout_batch import train_on_rollouts
 from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.training.saving.run_state import read_run_state
 from rollouts.types import KLControl, Prompt, RolloutBatch, Sample, SamplingParams, Status, TrainBatch
 

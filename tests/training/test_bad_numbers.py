@@ -25,7 +25,7 @@ from rollouts.data.prompts import DataBuffer
 from rollouts.errors import BadNumberError, ConfigError
 from rollouts.rl_loop import train_rl
 from rollouts.testing import create_tiny_model
-from rollouts.training.rl_run import RLParts
+from rollouts.training.rl_parts import RLParts
 from rollouts.training.rollout_batch import UpdatePlan, train_on_rollouts
 from rollouts.training.steps import mean_step_metrics
 from rollouts.types import LossOutput, Prompt, RolloutBatch, Sample, Status

@@ -20,9 +20,9 @@ from rollouts.reward_model_loop import train_reward_model
 from rollouts.sft_loop import run_sft_training
 from rollouts.testing import FakeBackend
 from rollouts.training.metrics import JSONLLogger, read_metrics
-from rollouts.training.rl_run import restore_rl_run
 from rollouts.training.saving.best import BestCheckpoint, BestSoFar, add_evaluation
 from rollouts.training.saving.checkpoints import latest_checkpoint
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.training.saving.run_state import read_run_state
 
 VALUES = (0.1, 0.5, 0.9, 0.4, 0.9, 0.2, 0.95, 0.3)

@@ -27,7 +27,7 @@ from rollouts.rl_loop import run_rl_training
 from rollouts.testing import FakeEngine, create_tiny_model
 from rollouts.testing.backends import FakeWeightChannel
 from rollouts.training.metrics import JSONLLogger
-from rollouts.training.rl_run import restore_rl_run
+from rollouts.training.saving.rl_checkpoints import restore_rl_run
 from rollouts.training.saving.run_state import read_run_state
 from rollouts.training.weight_streams import stream_directory
 from rollouts.training.weight_sync import Exports, hold_weights, publish_weights, restore_served_weights, write_served_weights
