@@ -291,3 +291,13 @@ def test_ci_runs_the_two_commands_of_the_readme():
     assert len(commands) == 2
     for command in commands:
         assert command in script.replace(" \\\n", " \n"), f".ci/run does not run {command!r}"
+
+
+def test_ci_runs_every_file_of_tests_that_needs_another_device_or_environment():
+    """Its steps name files and folders: a whole suite would be collected for each."""
+    script = (ROOT / ".ci" / "run").read_text()
+    for need in ("mark.gpu", "@needs.TINKER", "needs.OPENAI_AGENTS"):
+        files = [path.relative_to(ROOT) for path in TESTS if path != Path(__file__) and need in path.read_text(encoding="utf-8")]
+        assert files, f"no test has {need}"
+        missing = [str(path) for path in files if not any(re.search(rf" {place}\s", script) for place in (path, *path.parents[:-2]))]
+        assert not missing, f".ci/run does not run {missing}, which have {need}"
