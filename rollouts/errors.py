@@ -35,7 +35,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
@@ -69,6 +69,34 @@ def redact(text: str) -> str:
     for pattern, shown in _SECRETS:
         text = pattern.sub(shown, text)
     return text
+
+
+_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|cookie|auth(?!or)", re.I)
+_PLACE_NAME = re.compile(r"_(path|file|dir|sock|url)$", re.I)
+_MIN_SECRET_LENGTH = 8  # characters; a shorter value is a word that any text may have
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the name of a variable or a header tells that its value is secret."""
+    return _SECRET_NAME.search(name) is not None and _PLACE_NAME.search(name) is None
+
+
+def create_value_hider(environment: Mapping[str, str]) -> Callable[[str], str]:
+    """Create the function that shows values of secret variables in a text as ***: a program may quote the key that it was given.
+
+    Args:
+        environment: variables of the program, or headers of requests to it. Names tell which ones are secret: API_KEY, HF_TOKEN,
+            PASSWORD, Authorization, but not a PASSWORD_FILE. Of several words each is one.
+    """
+    named = (word for name, value in environment.items() if is_secret_name(name) for word in (value, *value.split()))
+    secrets = sorted({word for word in named if len(word) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
+
+    def hide(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    return hide
 
 
 class RolloutsError(Exception):

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmarks.reliability import mcp_messages
 from integration.report.runs import read_run
 from integration.settings.command_line import find_run, read_config_file, read_saved_mode, read_settings
 from integration.settings.config import Config
@@ -340,7 +341,13 @@ def _requests() -> tuple[Parser, ...]:
     )
 
 
+def _tool_servers() -> tuple[Parser, ...]:
+    messages = mcp_messages.USUAL.items() if mcp_messages.IS_INSTALLED else ()
+    return tuple(Parser(f"mcp {method}", partial(mcp_messages.converse, method), _encode(*found)) for method, found in messages)
+
+
 @cache
 def list_parsers() -> tuple[Parser, ...]:
-    """Return all parsers."""
-    return (*_engine_answers(), *_texts(), *_rows(), *_settings(), *_calls(), *_checkpoints(), *_records(), *_requests())
+    """Return all parsers, those of MCP where its package is installed."""
+    read = (*_engine_answers(), *_texts(), *_rows(), *_settings(), *_calls(), *_checkpoints(), *_records(), *_requests())
+    return (*read, *_tool_servers())

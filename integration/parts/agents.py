@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from integration.settings.config import Config
 from integration.tasks.task import is_character_tokenizer
+from rollouts.backends.ranks.channel import TOKEN_VARIABLE
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.environments.games.calculator import create_calculator_tool
 from rollouts.environments.tools.calls import create_compact_parser, parse_hermes_calls
@@ -32,7 +33,7 @@ def create_agents(
     """Return the generate function of config.agent.
 
     Args:
-        environment: variables of the program.
+        environment: variables of the program, which does not get the secret of the ranks among them.
 
     Raises: ConfigError for a function that cannot be loaded.
     """
@@ -58,7 +59,7 @@ def create_agents(
             max_retries=section.max_retries,
             failed_reward=section.failed_reward,
             must_report=not has_reward(config),
-            environment=environment,
+            environment={name: value for name, value in environment.items() if not name.startswith(TOKEN_VARIABLE)},
         ),
         gateway=GatewayConfig(chat=chat, template_kwargs=template_kwargs, parse_calls=parser, seed=config.seed),
         num_greedy=num_greedy,

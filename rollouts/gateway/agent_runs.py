@@ -34,7 +34,7 @@ from rollouts.config import RewardConfig, check_choice, check_count, check_posit
 from rollouts.config_files import is_number
 from rollouts.data.samples import create_pending_group, describe_sample
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, EpisodeError, GenerationError, locate_error, raise_single_errors, redact
+from rollouts.errors import ConfigError, EpisodeError, GenerationError, create_value_hider, locate_error, raise_single_errors, redact
 from rollouts.gateway.cassettes.tapes import find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.processes import run_program, split_command
@@ -204,6 +204,7 @@ class AgentGenerateFn:
         self._tapes = open_tapes(gateway)
         self._config, self._gateway, self._num_greedy = config, gateway, num_greedy
         self._limiter = trio.CapacityLimiter(config.max_programs)
+        self._hide = create_value_hider(config.environment)  # in what programs print: they may quote a key that another server refused
         self._counts: Counter[str] = Counter()
 
     async def __call__(self, prompt: Prompt, n: int, partial: Group = ()) -> Group:
@@ -341,8 +342,9 @@ class AgentGenerateFn:
             program, f"{task.to_json()}\n".encode(), environment=environment, directory=config.directory, timeout_s=config.timeout_s
         )
         if result.status == 0:
-            return self._demand(_read_report(result.last_line), f"its last line is {result.last_line!r:.200}")
-        end = result.stderr.strip()[-1000:]
+            last = self._hide(result.last_line)
+            return self._demand(_read_report(last), f"its last line is {last!r:.200}")
+        end = self._hide(result.stderr).strip()[-1000:]
         if result.status is None:
             limit = f"{config.timeout_s:g} s (timeout_s, --agent.timeout-s)"
             return _Report(fault=f"it ran longer than {limit}; the end of its stderr: {end!r}", was_stopped=True)

@@ -175,6 +175,44 @@ async def test_the_death_of_a_server_ends_its_block_and_says_how(write_server):
             await trio.sleep_forever()
 
 
+QUOTING = {  # what a server does with the key that it was given
+    "dies": "raise SystemExit('no such key: ' + KEY)",
+    "fails": "return {'isError': True, 'content': [{'type': 'text', 'text': f'{KEY} is wrong at http://me:canary-user@host/?q=canary-query'}]}",
+    "refuses": "return {'error': {'code': -1, 'message': f'{KEY} is wrong, as is http://me:canary-user@host/?q=canary-query'}}",
+    "answers no result": "return {KEY: 1, 'content': KEY}",
+    "corrects": "return {'error': {'code': -32602, 'message': KEY}}",
+    "answers": "return {'content': [{'type': 'text', 'text': KEY}]}",
+    "answers an object": "return {'content': [], 'structuredContent': {'env': {'API_KEY': KEY}}}",
+}
+
+
+@needs.MCP
+@pytest.mark.parametrize("how", QUOTING)
+async def test_a_key_of_a_server_is_in_nothing_that_it_says(write_server, how):
+    key = "canary-key-of-the-server"
+    command = write_server(f"""
+        KEY = os.environ["API_KEY"]
+        schema = {{"type": "object", "properties": {{"text": {{"type": "string"}}, "key": {{"type": "string", "default": KEY}}}}}}
+        TOOLS = [{{**TOOL, "description": f"Say it with {{KEY}}.", "inputSchema": schema}}]
+
+        def say(text=""):
+            {QUOTING[how]}
+    """)
+    said: list[object] = []
+    words = [*command, "--api-key", "canary-argument", "--header", "Authorization: Bearer canary-bearer-token"]
+    try:
+        async with open_mcp_tools(words, environment={"API_KEY": key, "LC_ALL": "C"}) as tools:
+            assert tools[0].description == "Say it with ***."
+            said.append(tools[0].parameters)
+            said.append(await call(tools, text="a"))
+            await trio.sleep(0)
+    except (ToolFault, ToolArgumentError) as error:
+        said += [error, *(cause for cause in [error.__cause__] if isinstance(cause, mcp.McpToolError))]
+    assert len(said) == 2 + (how in ("fails", "refuses")) and "***" in str(said[1:])
+    assert [secret for secret in (key, "canary-argument", "canary-bearer") if secret in str(said)] == []
+    assert not any("canary" in str(one) for one in said if isinstance(one, ToolFault)), "what files of a run have"
+
+
 @needs.MCP
 @pytest.mark.parametrize("pause_s", [0.0, 0.3])
 async def test_a_server_that_is_dead_before_it_is_greeted_tells_its_last_words(write_server, monkeypatch, pause_s):

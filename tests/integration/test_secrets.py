@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import httpx
 import needs
 import pytest
 from forked import Child, run
@@ -131,9 +133,89 @@ def test_the_default_job_leaves_no_secret_of_its_environment(tmp_path: Path):
     assert find_leaks(place) == []
 
 
+AGENT = """
+import json, os, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = json.dumps({"messages": [{"role": "user", "content": task["prompt"]}]}).encode()
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"content-type": "application/json"})
+urllib.request.urlopen(request).read()
+told = json.dumps(dict(os.environ))
+if task["sample"] == 1:
+    sys.exit(f"the program cannot go on with {told}")
+print(json.dumps({"reward": task["sample"], "reason": f"{'ROLLOUTS_RANK_TOKEN' in told}: {told}"}))
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_plays_the_rollouts_and_tells_its_environment_tells_no_secret(tmp_path: Path):
+    """It has the user's variables, as it may need them, and not the secret of the ranks."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    place, agent = tmp_path / "place", ["--agent.command", f"{sys.executable} -S {tmp_path}/agent.py"]
+    small = ["--rl.num-steps", 1, "--model.hidden-size", 32, "--model.num-layers", 1, "--model.intermediate-size", 32]
+    argv = ["train", "--mode", "rl", "--task", "calculator", *SMALL, *small, *agent, "--output-dir"]
+    status, _, error = command(place / "1", *argv, place / "run", "--agent.failed-reward", 0)
+    assert status == 0, error
+    status, _, error = command(place / "2", *argv, place / "other")
+    assert status == 1 and '"HF_TOKEN": "***"' in error, error
+    found = "".join(path.read_text() for path in (place / "run" / "rl" / "trajectories").iterdir())
+    assert "it ended with exit status 1" in found and "ENGINE_KEY" in found, "its errors and its reasons are kept"
+    assert "False: " in found and "True: " not in found
+    assert find_leaks(place) == []
+
+
+TOKEN = "canary-token-of-the-gateway"
+HEADERS = [
+    {"authorization": f"Bearer {TOKEN}"}, {"authorization": f"Bearer {TOKEN}:mine"}, {"x-api-key": f"{TOKEN}:mine"},
+    {"authorization": f"Bearer {KEY}"}, {"x-api-key": f"{TOKEN}:{KEY}/"}, {"authorization": f"Basic {KEY}"},
+    {"authorization": f"Bearer {TOKEN}:mine", "cookie": f"a={KEY}", "x-mcp-key": KEY, "openai-organization": KEY},
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_token", [True, False])
+def test_keys_of_requests_are_in_no_recording_and_no_answer_of_a_gateway(has_token: bool, tmp_path: Path):
+    place, record = tmp_path / "place", tmp_path / "place" / "record.jsonl"
+    token = ["--token-variable", "GATEWAY_TOKEN"] if has_token else []
+    environment = json.dumps(SECRETS | {"GATEWAY_TOKEN": TOKEN})
+    told: list[str] = []
+    with Child(COMMAND, environment, "gateway", *token, "--record", record, "--max-tokens", 4, folder=place / "streams") as child:
+        url = child.wait_for_lines(1)[0]
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            for headers in HEADERS:
+                for path, body in (
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+                    (
+                        "/sessions/other/v1/messages",
+                        {"max_tokens": 2, "messages": [{"role": "user", "content": "b"}], "metadata": {"user_id": "u"}},
+                    ),
+                    ("/v1/chat/completions", {"messages": 7}),
+                    (f"/v1/nothing?api_key={QUERY}", {}),
+                ):
+                    answer = client.post(url.removesuffix("/v1") + path, headers=headers, json={"model": "m", **body})
+                    told.append(f"{answer.status_code} {answer.headers} {answer.text}")
+        statuses = {line[:3] for line in told}
+        assert {"200", "400", "404"} <= statuses and ("401" in statuses) == has_token, told
+    assert '"session": "other"' in record.read_text() and ('"session": "mine"' in record.read_text()) == has_token
+    (place / "told").write_text("\n".join(told))
+    assert find_leaks(place) == [] and TOKEN not in "".join(path.read_text() for path in place.rglob("*") if path.is_file())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", [-1, 0], indirect=True)
+def test_the_key_of_a_teachers_server_is_in_nothing_that_the_doctor_says(server: tuple[str, Path], tmp_path: Path):
+    url, model = server
+    teacher = ["--rl.algorithm", "opd", "--teacher.url", url, "--teacher.tokenizer", model, "--teacher.api-key-variable", "ENGINE_KEY"]
+    argv = ["doctor", "--json", "--rows", 2, "--mode", "rl", "--model.path", model, *SMALL, *teacher, "--resume-timeout-s", 0]
+    status, out, error = command(tmp_path / "place", *argv)
+    assert "teacher" in out and status in (0, 1), (out, error)
+    assert find_leaks(tmp_path / "place") == []
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        ["--task", "calculator", "--agent.command", f"python agent.py --api-key={KEY}"],
+        ["--task", "calculator", "--agent.command", f"python agent.py http://me:{USERINFO}@host"],
         ["--engine.kind", "vllm", "--engine.urls", f"http://me:{USERINFO}@127.0.0.1:1"],
         ["--engine.kind", "vllm", "--engine.urls", f"http://127.0.0.1:1/?api_key={QUERY}"],
         ["--engine.kind", "vllm", "--engine.launch", f"--engine.extra-args=--api_key={KEY}"],

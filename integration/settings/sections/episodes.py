@@ -11,7 +11,7 @@ from rollouts.agents.config import EpisodeConfig, OnEpisodeError, OnRewrite
 from rollouts.checks import parse_json, refuse_constant
 from rollouts.config import check_setting
 from rollouts.environments.protocol import OnToolError
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, redact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,12 @@ class AgentSection:
             try:
                 split_command(self.command)
             except ConfigError as error:
-                raise ConfigError(f"agent.command is {self.command!r}: {error}") from error
+                raise ConfigError(f"agent.command is {redact(self.command)!r}: {error}") from error
+            if redact(self.command) != self.command:
+                raise ConfigError(
+                    f"agent.command is {redact(self.command)!r}, with a key, a password or a query of an address, which the files of a run "
+                    "and the list of processes would show: export it as a variable, which the program gets as it is"
+                )
         for name in ("max_answers", "max_tokens", "max_programs"):
             value = getattr(self, name)
             good = (value is None and name != "max_programs") or (isinstance(value, int) and value >= 1)

@@ -15,7 +15,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +27,7 @@ import trio
 from rollouts.checks import check_encodable
 from rollouts.environments.tools.environment import cut_middle
 from rollouts.environments.tools.tool import Tool
-from rollouts.errors import ConfigError, ToolArgumentError, ToolFault, make_safe, raise_single_errors, redact
+from rollouts.errors import ConfigError, ToolArgumentError, ToolFault, create_value_hider, make_safe, raise_single_errors, redact
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -49,11 +49,12 @@ class McpToolError(RuntimeError):
 
 
 @dataclass
-class _Server:
+class McpServer:
     """A server that runs."""
 
     name: str  # for messages
     child: trio.Process | None = None  # None = it is asked at an address
+    hide: Callable[[str], str] = str  # shows secrets that it was given as ***, for whoever reads its texts: users, files, and the model
     stderr: bytearray = field(default_factory=bytearray)  # its end
     flaw: str | None = None  # fault of its output, or of the way to it
     is_deaf: bool = False  # it has closed its stdin
@@ -79,14 +80,14 @@ class _Server:
     async def describe_end(self) -> str:
         """Return why nothing more comes, once it is gone."""
         if self.child is None:
-            return f"the MCP server {self.name} is gone: {self.flaw}"
+            return f"the MCP server {self.name} is gone: {self.hide(str(self.flaw))}"
         with trio.move_on_after(0 if self.flaw else _GRACE_S):
             await self.process.wait()
             await self.has_told.wait()
         status = self.process.returncode
         runs_on = f"it closed its {'stdin' if self.is_deaf else 'stdout'} and runs on"
         end = self.flaw or (runs_on if status is None else f"it ended with exit status {status}")
-        last = redact(make_safe(self.stderr.decode(errors="replace").strip()[-1000:]))
+        last = redact(make_safe(self.hide(self.stderr.decode(errors="replace")).strip()[-1000:]))
         return f"the MCP server {self.name} is gone: {end}; the end of its stderr: {last!r}"
 
 
@@ -111,7 +112,8 @@ async def open_mcp_tools(
     Args:
         server: program and arguments, or the address of a server with streamable HTTP, such as "http://127.0.0.1:8000/mcp".
         names: tools to give, in this order; None = all that it lists.
-        environment: all variables of the program; None = none, so that it is named by its path.
+        environment: all variables of the program; None = none, so that it is named by its path. Values of secret ones (API_KEY, HF_TOKEN,
+            ...) are shown as *** in all that the server says, those of headers, too.
         directory: its working directory; None = this process's.
         headers: headers of each request to an address, such as {"Authorization": "Bearer ..."}.
         timeout_s: seconds for each call (Tool.timeout_s); None = no deadline.
@@ -122,40 +124,49 @@ async def open_mcp_tools(
         lists what is no tool, or ends or cannot be reached while the block is open, which cancels the block.
     """
     try:
-        from mcp import Client
-
         from rollouts.environments.tools import mcp_http
     except ImportError as error:
         raise ConfigError("tools of MCP servers need the package mcp: pip install 'rollouts-rl[mcp]'") from error
     _check_place(server, environment=environment, directory=directory, headers=headers)
+    limits: dict[str, Any] = {"names": names, "timeout_s": timeout_s, "start_s": start_s, "max_result_chars": max_result_chars}
     if isinstance(server, str):
         mcp_http.check_address(server, headers or {})
-        found = _Server(redact(server)[:200])
-        transport = mcp_http.connect(server, headers or {}, _MAX_MESSAGE_BYTES, found.lose)
-    else:
-        found = await _start(server, environment or {}, directory)
-        transport = _connect(found)
-    client = Client(transport, cache=None)
+        found = McpServer(redact(server)[:200], hide=create_value_hider(headers or {}))
+        async with offer_tools(found, mcp_http.connect(server, headers or {}, _MAX_MESSAGE_BYTES, found.lose), **limits) as tools:
+            yield tools
+        return
+    found = await _start(server, environment or {}, directory)
     try:
-        with raise_single_errors():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_watch, found, start_s, nursery.cancel_scope)
-                if found.child is not None:
-                    nursery.start_soon(_keep_stderr, found)
-                    nursery.start_soon(_note_exit, found)
-                async with AsyncExitStack() as stack:
-                    listed = await _greet(found, client, stack)
-                    chosen = _choose(found, listed, names)
-                    tools = tuple(_create_tool(found, client, one, timeout_s, max_result_chars) for one in chosen)
-                    found.is_ready.set()
-                    yield tools
-                    nursery.cancel_scope.cancel()
+        async with offer_tools(found, connect_pipes(found), **limits) as tools:
+            yield tools
     finally:
-        if found.child is not None:
-            with trio.CancelScope(shield=True):
-                await _stop(found)
-    if found.fault is not None:
-        raise found.fault
+        with trio.CancelScope(shield=True):
+            await _stop(found)
+
+
+@asynccontextmanager
+async def offer_tools(
+    server: McpServer, transport: Any, *, names: Sequence[str] | None, timeout_s: float | None, start_s: float, max_result_chars: int
+) -> AsyncGenerator[tuple[Tool, ...]]:
+    """Give the tools of a server, until the block or the server ends; arguments and errors as those of open_mcp_tools."""
+    from mcp import Client
+
+    client = Client(transport, cache=None)
+    with raise_single_errors():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch, server, start_s, nursery.cancel_scope)
+            if server.child is not None:
+                nursery.start_soon(_keep_stderr, server)
+                nursery.start_soon(_note_exit, server)
+            async with AsyncExitStack() as stack:
+                listed = await _greet(server, client, stack)
+                chosen = _choose(server, listed, names)
+                tools = tuple(_create_tool(server, client, one, timeout_s, max_result_chars) for one in chosen)
+                server.is_ready.set()
+                yield tools
+                nursery.cancel_scope.cancel()
+    if server.fault is not None:
+        raise server.fault
 
 
 def _check_place(server: Sequence[str] | str, **given: Any) -> None:
@@ -174,8 +185,9 @@ def _check_place(server: Sequence[str] | str, **given: Any) -> None:
         raise ConfigError(f"{foreign[0]} is given, which an MCP server has that is {other}: leave it out")
 
 
-async def _start(command: Sequence[str], environment: Mapping[str, str], directory: str | None) -> _Server:
-    name = redact(shlex.join(command))[:200]
+async def _start(command: Sequence[str], environment: Mapping[str, str], directory: str | None) -> McpServer:
+    hide = create_value_hider(environment)
+    name = redact(hide(shlex.join(command)))[:200]
     pipe = subprocess.PIPE
     try:
         process = await trio.lowlevel.open_process(
@@ -183,10 +195,10 @@ async def _start(command: Sequence[str], environment: Mapping[str, str], directo
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"the MCP server {name} cannot be started: {error}. Name a program that can be run, by its path") from error
-    return _Server(name, process)
+    return McpServer(name, process, hide)
 
 
-async def _stop(server: _Server) -> None:
+async def _stop(server: McpServer) -> None:
     """End a process: by the end of its input, and after a while by force."""
     process = server.process
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -205,7 +217,7 @@ def _get(stream: Any) -> Any:
     return stream
 
 
-async def _keep_stderr(server: _Server) -> None:
+async def _keep_stderr(server: McpServer) -> None:
     with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         async for data in _get(server.process.stderr):
             server.stderr += data
@@ -213,7 +225,7 @@ async def _keep_stderr(server: _Server) -> None:
     server.has_told.set()
 
 
-async def _watch(server: _Server, start_s: float, scope: trio.CancelScope) -> None:
+async def _watch(server: McpServer, start_s: float, scope: trio.CancelScope) -> None:
     """End the block when the server ends, or has no list of tools in time."""
     with trio.move_on_after(start_s):
         await server.is_ready.wait()
@@ -225,12 +237,12 @@ async def _watch(server: _Server, start_s: float, scope: trio.CancelScope) -> No
     scope.cancel()
 
 
-async def _note_exit(server: _Server) -> None:
+async def _note_exit(server: McpServer) -> None:
     await server.process.wait()
     await _cut_off(server)
 
 
-async def _cut_off(server: _Server) -> None:
+async def _cut_off(server: McpServer) -> None:
     """Read no more of a server that is gone, after a while for what is on its way: a child of it may hold its stdout open."""
     with trio.move_on_after(_GRACE_S):
         await server.has_ended.wait()
@@ -241,8 +253,8 @@ async def _cut_off(server: _Server) -> None:
 
 
 @asynccontextmanager
-async def _connect(server: _Server) -> AsyncGenerator[tuple[Any, Any]]:
-    """Open the transport of a client: a stream of the server's messages, and one of messages for it."""
+async def connect_pipes(server: McpServer) -> AsyncGenerator[tuple[Any, Any]]:
+    """Open the transport of a client to a process: a stream of the server's messages, and one of messages for it."""
     to_client, from_server = anyio.create_memory_object_stream["SessionMessage | Exception"](0)
     to_server, from_client = anyio.create_memory_object_stream["SessionMessage"](0)
     async with trio.open_nursery() as nursery:
@@ -256,7 +268,7 @@ async def _connect(server: _Server) -> AsyncGenerator[tuple[Any, Any]]:
                 stream.close()
 
 
-async def _read(server: _Server, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+async def _read(server: McpServer, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
     """Pass on the messages of a server, one a line. What is no message is an exception, which the client leaves out."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
@@ -283,7 +295,7 @@ async def _read(server: _Server, to_client: MemoryObjectSendStream[SessionMessag
         to_client.close()
 
 
-async def _write(server: _Server, from_client: MemoryObjectReceiveStream[SessionMessage]) -> None:
+async def _write(server: McpServer, from_client: MemoryObjectReceiveStream[SessionMessage]) -> None:
     try:
         async for message in from_client:
             text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -294,7 +306,7 @@ async def _write(server: _Server, from_client: MemoryObjectReceiveStream[Session
         await _cut_off(server)
 
 
-async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list[Any]:
+async def _greet(server: McpServer, client: Client, stack: AsyncExitStack) -> list[Any]:
     """Return the tools that a server lists, whatever they are. Raises ToolFault."""
     listed: list[Any] = []
     cursor: str | None = None
@@ -310,14 +322,14 @@ async def _greet(server: _Server, client: Client, stack: AsyncExitStack) -> list
     except Exception as error:
         if server.is_gone:
             raise ToolFault(await server.describe_end()) from error
-        what = redact(make_safe(" ".join(str(error).split())))[:300]
+        what = redact(make_safe(server.hide(" ".join(str(error).split()))))[:300]
         raise ToolFault(f"the MCP server {server.name} lists no tools: {type(error).__name__}: {what}") from error
     if cursor is not None or len(listed) > _MAX_TOOLS:
         raise ToolFault(f"the list of the MCP server {server.name} does not end: {len(listed)} tools in {_MAX_PAGES} pages at most")
     return listed
 
 
-def _choose(server: _Server, tools: list[Any], names: Sequence[str] | None) -> list[Any]:
+def _choose(server: McpServer, tools: list[Any], names: Sequence[str] | None) -> list[Any]:
     """Return the tools of these names, of those that a server lists."""
     by_name = {tool.name: tool for tool in tools}
     if len(by_name) != len(tools):
@@ -329,23 +341,32 @@ def _choose(server: _Server, tools: list[Any], names: Sequence[str] | None) -> l
     return tools if names is None else [by_name[name] for name in names]
 
 
-def _create_tool(server: _Server, client: Client, listed: Any, timeout_s: float | None, max_chars: int) -> Tool:
+def _create_tool(server: McpServer, client: Client, listed: Any, timeout_s: float | None, max_chars: int) -> Tool:
     """Return a tool of a server's description. Raises ToolFault."""
     where = f"the tool {listed.name!r:.80} of the MCP server {server.name}"
     size = len(json.dumps(listed.input_schema))
     if size > _MAX_SCHEMA_CHARS:
         raise ToolFault(f"{where} has a schema of {size:,} characters, expected at most {_MAX_SCHEMA_CHARS:,}")
-    schema = _read_schema(listed.input_schema, f"the schema of {where}")
+    schema = _read_schema(_hide_in(listed.input_schema, server.hide), f"the schema of {where}")
     if not listed.name or len(listed.name) > 128 or any(character.isspace() for character in listed.name):
         raise ToolFault(f"{where} has a name that models cannot call, expected 1 to 128 characters without white space")
     return Tool(
         name=listed.name,
         function=partial(_call, server, client, listed.name, max_chars),
-        description=cut_middle(listed.description or "", _MAX_DESCRIPTION_CHARS),
+        description=cut_middle(server.hide(listed.description or ""), _MAX_DESCRIPTION_CHARS),
         parameters=schema,
         timeout_s=timeout_s,
         in_thread=False,
     )
+
+
+def _hide_in(value: Any, hide: Callable[[str], str]) -> Any:
+    """Return JSON with hidden secrets in its texts."""
+    if isinstance(value, str):
+        return hide(value)
+    if isinstance(value, Mapping):
+        return {hide(name): _hide_in(inner, hide) for name, inner in cast("Mapping[str, Any]", value).items()}
+    return [_hide_in(inner, hide) for inner in cast("list[Any]", value)] if isinstance(value, list) else value
 
 
 def _read_schema(value: Any, where: str) -> dict[str, Any]:
@@ -371,7 +392,7 @@ def _read_schema(value: Any, where: str) -> dict[str, Any]:
     return schema
 
 
-async def _call(server: _Server, client: Client, name: str, max_chars: int, /, **arguments: Any) -> str:
+async def _call(server: McpServer, client: Client, name: str, max_chars: int, /, **arguments: Any) -> str:
     """Carry out a call. Raises ToolArgumentError for what the server says of its arguments, ToolFault for what else goes wrong."""
     from mcp import MCPError
     from mcp_types import INVALID_PARAMS
@@ -386,17 +407,17 @@ async def _call(server: _Server, client: Client, name: str, max_chars: int, /, *
     except MCPError as error:
         if server.is_gone:
             raise ToolFault(await server.describe_end()) from error
-        text = cut_middle(error.message, max_chars)
+        text = cut_middle(server.hide(error.message), max_chars)
         if error.code == INVALID_PARAMS:
             raise ToolArgumentError(text) from error
-        raise ToolFault(f"{where} was refused: {text!r:.500}") from McpToolError(text)
+        raise ToolFault(f"{where} was refused: {redact(text)!r:.500}") from McpToolError(text)
     except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
         raise ToolFault(await server.describe_end()) from error
     except ValueError as error:  # pydantic's
-        raise ToolFault(f"{where} came to what is no result: {str(error)!r:.500}") from error
-    text = cut_middle(_show(result), max_chars)
+        raise ToolFault(f"{where} came to what is no result: {redact(server.hide(str(error)))!r:.500}") from error
+    text = cut_middle(server.hide(_show(result)), max_chars)
     if result.is_error:
-        raise ToolFault(f"{where} failed: {text!r:.500}") from McpToolError(text)
+        raise ToolFault(f"{where} failed: {redact(text)!r:.500}") from McpToolError(text)
     return text
 
 
