@@ -71,7 +71,7 @@ def redact(text: str) -> str:
     return text
 
 
-_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|cookie|auth(?!or)", re.I)
+_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|cookie|auth(?!or(_|s?$))", re.I)
 _PLACE_NAME = re.compile(r"_(path|file|dir|sock|url)$", re.I)
 _MIN_SECRET_LENGTH = 8  # characters; a shorter value is a word that any text may have
 

@@ -39,6 +39,7 @@ from rollouts.errors import (
     SandboxError,
     ToolArgumentError,
     ToolFault,
+    create_value_hider,
     make_safe,
     raise_single_errors,
     redact,
@@ -230,3 +231,13 @@ def test_what_is_said_while_a_run_goes_on_is_harmless():
     assert "\\x1b]0;owned" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
     assert "s3cret" not in stream.getvalue()
+
+
+def test_values_of_secret_variables_are_hidden_and_others_are_not():
+    hide = create_value_hider({
+        "API_KEY": "secret-one", "Authorization": "Bearer secret-two", "GIT_AUTHOR_NAME": "somebody", "AUTHORS": "some people",
+        "HF_TOKEN_PATH": "/etc/a-token", "SSH_AUTH_SOCK": "/run/agent", "MY_PASSWORD": "short", "COOKIE": "session=1234",
+        "DB_PASSWORD": "secret-one-and-more",
+    })  # fmt: skip
+    told = "secret-one-and-more, secret-one, secret-two, Bearer x, somebody, some people, /etc/a-token, /run/agent, short, session=1234"
+    assert hide(told) == "***, ***, ***, Bearer x, somebody, some people, /etc/a-token, /run/agent, short, ***"

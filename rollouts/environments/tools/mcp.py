@@ -10,6 +10,7 @@ list of tools and its results have limits, and the environment variables of a pr
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -124,6 +125,7 @@ async def open_mcp_tools(
         lists what is no tool, or ends or cannot be reached while the block is open, which cancels the block.
     """
     try:
+        importlib.import_module("mcp")
         from rollouts.environments.tools import mcp_http
     except ImportError as error:
         raise ConfigError("tools of MCP servers need the package mcp: pip install 'rollouts-rl[mcp]'") from error
