@@ -88,12 +88,13 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
 def skip_resume(options: Options, findings: Sequence[Finding]) -> Finding | None:
     """Return the finding that takes the place of the check of resuming; None = the check is to be made."""
     from integration.doctor.findings import skip  # imports torch, which the help does not need
-    from integration.doctor.texts import REFUSED
+    from integration.doctor.texts import REFUSED, REFUSED_MODEL
 
     if options.resume_timeout_s == 0:
         return skip("resume", "left out by --resume-timeout-s 0")
-    if any(finding.check == REFUSED for finding in findings):
-        return skip("resume", "the run would refuse the data")
+    for check in (REFUSED, REFUSED_MODEL):
+        if any(finding.check == check for finding in findings):
+            return skip("resume", f"the run would refuse the {check}")
     return None
 
 

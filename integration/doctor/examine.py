@@ -27,7 +27,16 @@ from integration.doctor.numbers import (
     find_window,
 )
 from integration.doctor.rewards import check_reward, read_text
-from integration.doctor.texts import check_end, check_masks, check_pairs, check_refused, check_template, check_tokenizer, encode_text
+from integration.doctor.texts import (
+    check_end,
+    check_masks,
+    check_pairs,
+    check_refused,
+    check_template,
+    check_tokenizer,
+    encode_text,
+    refuse_model,
+)
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
@@ -52,7 +61,7 @@ from rollouts.engines.inprocess.engine import find_eos_ids
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.errors import ConfigError, DataError, RolloutsError, flatten_errors
 from rollouts.generation.contract import score_generated_group
-from rollouts.models.loading import check_model_directory
+from rollouts.models.loading import check_model_directory, parse_device
 from rollouts.training.distillation.teachers import TEACHER_COLUMNS
 from rollouts.training.rollout_batch import select_log_probs
 from rollouts.training.steps import submit_forward
@@ -106,7 +115,13 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     if is_sharded:
         config = replace(config, backend=replace(config.backend, kind="pytorch", num_processes=None, fsdp=FSDPConfig()))
     say("loading the model and the data")
-    model, tokenizer = create_model(config)
+    if config.model.path is not None:
+        check_model_directory(config.model.path)  # a path that is none is a mistake in the options, as is a device
+    parse_device(config.model.device)
+    try:
+        model, tokenizer = create_model(config)
+    except ConfigError as error:
+        return [refuse_model(error)]
     try:
         task = create_task(config, tokenizer, command.mode)
         if task.demonstrate is not None and "sft" in command.mode:
@@ -187,7 +202,10 @@ async def check_numbers(patient: Patient, samples: Sequence[Sample], directory: 
     compare: dict[str, Any] = {"precision": patient.precision, "window": window}
     findings = await attempt("loss on the data", loss)
     stage = config.rl if "rl" in patient.mode else config.preference if "dpo" in patient.mode else config.sft
-    backend = create_backend(config, patient.model, patient.tokenizer, stage.optimizer, 100)
+    try:
+        backend = create_backend(config, patient.model, patient.tokenizer, stage.optimizer, 100)
+    except ConfigError as error:
+        return [*findings, refuse_model(error)]
     room = min((length for length in (limits.context_length, config.engine.context_length) if length is not None), default=None)
     prompts = choose_prompts(patient.rows, rows[-1].tokens, context=room)
     async with open_pipeline(backend) as trainer:

@@ -32,6 +32,7 @@ _MOST_ROW = 4096  # tokens of the longest row
 _LONG_ROW = 160  # tokens of the row of random tokens; engines keep the keys and values of prompts in blocks of 16 to 64 tokens
 _ANSWER = 32  # tokens that an engine may answer
 _LEARNED = 0.9  # share of the logarithm of the vocabulary from which a loss is no better than chance
+_WORSE = 1.15  # share from which it is worse: untrained weights are not sure of anything
 
 ReferenceFn = Callable[[Sequence[int]], Tensor]
 """Tokens [T] to log-probs [T] of each token given those before it, 0 for the first: the forward pass that others are compared with."""
@@ -125,7 +126,10 @@ async def check_loss(reference: ReferenceFn, rows: Sequence[Sequence[int]], *, v
     found = [reference(row)[1:] for row in rows if len(row) >= 2]
     loss, chance = -float(torch.cat(found).mean()), math.log(vocab_size)
     advice = "untrained weights, or the tokenizer of another model: decode some tokens, and let the model continue a plain text"
-    return judge(name, f"{loss:.3g} nats per token; chance is {chance:.3g}", warns=loss > _LEARNED * chance, advice=advice)
+    fails, warns = loss > _WORSE * chance, loss > _LEARNED * chance
+    if fails:
+        advice = "the model is surer of other tokens: the tokenizer is that of another model, or the weights are of another vocabulary"
+    return judge(name, f"{loss:.3g} nats per token; chance is {chance:.3g}", fails=fails, warns=warns, advice=advice)
 
 
 async def check_engine(

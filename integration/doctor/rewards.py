@@ -91,6 +91,7 @@ def check_leak(prompts: Sequence[Prompt], answers: Sequence[str | None], scores:
     inside = sum(answer in text for text, answer in known)
     copied = [(c, e, r) for c, e, r in zip(scores["copied"], scores["empty"], scores["right"], strict=True) if None not in (c, e, r)]
     paid = sum(c > e and c >= r for c, e, r in copied)  # type: ignore[operator]
+    free = sum(e >= r and e > 0 for _, e, r in copied)  # type: ignore[operator]
     if known and inside > _LEAK * len(known):
         found = f"{inside} of {len(known)} prompts contain their own ground truth word by word"
         truths = {answer for _, answer in known}
@@ -102,6 +103,11 @@ def check_leak(prompts: Sequence[Prompt], answers: Sequence[str | None], scores:
     if copied and paid > _LEAK * len(copied):
         found = f"a copy of the prompt gets the reward of a right answer in {paid} of {len(copied)} rows"
         return judge(name, found, fails=True, advice="the reward pays for text that the prompt gives: read only the model's own answer")
+    if copied and free > _LEAK * len(copied):
+        found = f"an empty answer gets the reward of a right answer, or more, in {free} of {len(copied)} rows"
+        return judge(
+            name, found, fails=True, advice="the reward pays whatever is answered, or reads the prompt: read the model's own answer"
+        )
     if not known and not copied:
         return skip(name, "the rows have no ground truth in words")
     return judge(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from integration.doctor.findings import Finding, judge, skip
 from rollouts.chat.tokenize import render_messages
 from rollouts.data.preference_pairs import PreferencePair
-from rollouts.errors import DataError
+from rollouts.errors import ConfigError, DataError
 from rollouts.types import Message, Sample
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 REFUSED = "data"
 """Name of the finding of data that cannot be read, without which no other check of the run can be made."""
+
+REFUSED_MODEL = "model"
+"""Name of the finding of a model that cannot be loaded or trained, without which no check of numbers can be made."""
 
 _SEEN = 200  # characters of a text in a message
 _FEWEST = 20  # pairs below which lengths are not judged
@@ -57,6 +60,11 @@ def check_refused(error: DataError, tokenizer: PreTrainedTokenizerBase, template
     advice = "mend what the message names, or give the tokenizer and the chat template of the model; the other checks need the data"
     template = check_template(tokenizer, several_turns=False, template_kwargs=template_kwargs)
     return [judge(REFUSED, str(error), fails=True, advice=advice), template]
+
+
+def refuse_model(error: ConfigError) -> Finding:
+    """Return the finding of a model that cannot be loaded or trained."""
+    return judge(REFUSED_MODEL, str(error), fails=True, advice="mend what the message names; the other checks need the model")
 
 
 def check_masks(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Sample]) -> Finding:

@@ -358,7 +358,9 @@ def check_native_rows(model: PreTrainedModel, compute_dtype: torch.dtype | None 
                         rows.append(run(input_ids=tokens[2:], use_cache=False))
                 expected = torch.cat([row.logits if has_logits else row.last_hidden_state for row in rows])
                 _check_finite(model, expected)
-                _check_causal(model, expected[1, : length // 2], expected[2, : length // 2])
+                if not is_same(expected[1, : length // 2], expected[2, : length // 2], find_dtype(model, expected)):
+                    again = run(input_ids=tokens[1:2], use_cache=False)
+                    _refuse_difference(model, expected[1], (again.logits if has_logits else again.last_hidden_state)[0])
                 head = get_output_layer(model) if has_logits else None
                 (check_output_layer if has_logits else check_value_head)(model)
                 with choices.replay({(3, length): numbers.flatten()}):
@@ -384,13 +386,22 @@ def _advise_float32(model: PreTrainedModel, compute_dtype: torch.dtype | None) -
     return ". Its passes are in bfloat16: take --backend.compute-dtype float32, with weights in float32"
 
 
-def _check_causal(model: PreTrainedModel, found: Tensor, expected: Tensor) -> None:
-    """Raise ConfigError if two rows with one beginning have other results there."""
-    if not is_same(found, expected, find_dtype(model, found)):
+def _refuse_difference(model: PreTrainedModel, found: Tensor, again: Tensor) -> None:
+    """Raise ConfigError for a model that gives two rows with one beginning other results there.
+
+    Args:
+        found, again: results of one row, from two passes.
+    """
+    kind = type(model).__name__
+    if not is_same(found, again, find_dtype(model, found)):
         raise ConfigError(
-            f"{type(model).__name__} is not causal: other tokens at the end of a row change the results at its beginning. Only models that "
-            "predict each token from those before it can be trained here"
+            f"{kind} gives other results for the same row each time: its code has dropout that eval() leaves on, or noise of its own. The "
+            "ratios of training need the same log-probs twice: turn it off there"
         )
+    raise ConfigError(
+        f"{kind} is not causal: other tokens at the end of a row change the results at its beginning. Only models that "
+        "predict each token from those before it can be trained here"
+    )
 
 
 def check_output_layer(model: PreTrainedModel) -> None:

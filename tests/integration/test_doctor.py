@@ -160,6 +160,7 @@ def test_a_pretrained_model_that_is_no_better_than_chance_is_told():
     reference = create_reference(create_tiny_model())
     assert check_now(check_loss(reference, ROWS, vocab_size=64, is_pretrained=True)).status == "warn"
     assert check_now(check_loss(lambda row: torch.full((len(row),), -1.0), ROWS, vocab_size=64, is_pretrained=True)).status == "pass"
+    assert check_now(check_loss(lambda row: torch.full((len(row),), -5.0), ROWS, vocab_size=64, is_pretrained=True)).status == "fail"
     assert check_now(check_loss(reference, ROWS, vocab_size=64, is_pretrained=False)).status == "skip"
 
 
@@ -208,6 +209,8 @@ async def test_rewards_that_vary_fail_or_say_nothing_are_caught():
     assert varying["reward repeats"].status == "warn"
     constant = await judge(lambda sample: 1.0)
     assert constant["reward range"].status == "warn" and constant["reward of right answers"].status == "warn"
+    assert constant["reward leaks"].status == "fail" and "an empty answer gets" in constant["reward leaks"].found
+    assert (await judge(lambda sample: 0.0))["reward leaks"].status == "pass", "a reward that pays nothing gives nothing away"
     broken = await judge(lambda sample: 1 / 0 if not sample.response else 1.0)
     assert broken["reward"].status == "fail" and "division by zero" in broken["reward"].found
     assert (await judge(None))["reward"].status == "skip"
@@ -260,8 +263,10 @@ def test_a_checkpoint_without_a_head_is_refused_with_the_setting_that_ties_it(tm
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"tie_word_embeddings": False}))
     create_char_tokenizer(64).save_pretrained(str(tmp_path))
-    assert main(["--mode", "sft", "--model.path", str(tmp_path)]) == 2
-    assert "lm_head.weight" in (told := capsys.readouterr().err) and "say so by tie_word_embeddings true" in told
+    found = examine(capsys, ["--mode", "sft", "--model.path", str(tmp_path)])
+    assert found["model"].status == "fail" and found["resume"].status == "skip"
+    assert "lm_head.weight" in found["model"].found and "say so by tie_word_embeddings true" in found["model"].found
+    assert main(["--mode", "sft", "--model.path", str(tmp_path / "none")]) == 2, "a path that is none is a mistake in the options"
 
 
 async def test_an_ignored_window_is_caught_and_rows_that_cannot_show_it_are_told():
@@ -280,6 +285,24 @@ async def test_an_ignored_window_is_caught_and_rows_that_cannot_show_it_are_told
     short = choose_rows(ROWS, window=window, context=12, vocab_size=64)
     blind = await check_trainer(create_backend(create_windowed_model(None)), create_reference(create_windowed_model(None)), short, **check)
     assert blind.status == "warn" and "none is longer than a window" in blind.found
+
+
+class NoisyMLP(torch.nn.Module):
+    """A layer whose dropout eval() leaves on, as functional.dropout does by default."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(self.mlp(hidden), 0.3)
+
+
+def test_a_model_with_dropout_of_its_own_is_refused_for_that():
+    model = create_tiny_model()
+    model.model.layers[0].mlp = NoisyMLP(model.model.layers[0].mlp)
+    with pytest.raises(ConfigError, match="gives other results for the same row each time: its code has dropout"):
+        create_backend(model)
 
 
 async def test_dropout_is_caught():
