@@ -79,11 +79,12 @@ class Training:
         def give_up(lost: range) -> None:
             which, it = (f"request {lost[0]}", "it") if len(lost) == 1 else (f"requests {lost[0]} to {lost[-1]}", "them")
             was = "it was refused before it was read, or got lost" if it == "it" else "they were refused before they were read, or got lost"
-            self.note_failure(f"{which} of {self.model_id} did not arrive, though later ones waited {patience_s:g} s for {it}: {was}")
+            missing = f"{which} of {self.model_id} did not arrive, though later ones waited {patience_s:g} s for {it}: {was}"
+            self.note_failure(f"a part of the gradient may be missing, since {missing}")
 
         await self.queue.run(patience_s, give_up)
 
     def note_failure(self, reason: str) -> None:
-        """Note that a part of the gradient is missing, so that the next update is refused."""
+        """Note that a part of the gradient is missing, or may be, so that the next update is refused with this sentence."""
         if self.model is not None:
             self.model.note_failure(reason)

@@ -437,4 +437,4 @@ def _name_model(request: ModelRequest) -> str:
 async def _leave_out(training: Training, reason: str | None) -> None:
     """Take the turn of a request that was refused; a reason means that the gradient is not whole without it."""
     if reason is not None:
-        training.note_failure(reason)
+        training.note_failure(f"a forward_backward of this step failed: {reason[:500]}")

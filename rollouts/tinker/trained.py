@@ -61,12 +61,12 @@ class TrainedModel:
                 log_probs += split_log_probs(column, part)
         except Exception as error:
             if not request.forward_only:
-                self.note_failure(str(error))
+                self.note_failure(f"a forward_backward of this step failed: {str(error)[:500]}")
             raise
         return write_pass_output(log_probs, {"loss:sum": total})
 
     def note_failure(self, reason: str) -> None:
-        """Note that a part of the gradient is missing: the next update is refused."""
+        """Note that a part of the gradient is missing, or may be: the next update is refused, with this sentence."""
         self._failure = self._failure or reason
 
     def update(self, params: AdamParams) -> Mapping[str, float]:
@@ -78,8 +78,7 @@ class TrainedModel:
         self._failure, self._has_gradient = None, False
         if failure is not None or not has_gradient:
             self._backend.drop_gradient()
-            why = "forward_backward was not called since the last one"
-            raise DataError(f"optim_step: {why if failure is None else f'a forward_backward of this step failed: {failure[:500]}'}")
+            raise DataError(f"optim_step: {failure or 'forward_backward was not called since the last one'}")
         for group in self._backend.optimizer.param_groups:
             group["lr"], group["betas"] = params.learning_rate, (params.beta1, params.beta2)
             group["eps"], group["weight_decay"] = params.eps, params.weight_decay

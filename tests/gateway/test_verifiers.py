@@ -19,9 +19,10 @@ from ledgers import LedgerEngine, check_same, list_sampled, list_trained
 from page_blocks import ROOT, run_command, write_files
 
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EpisodeError
 from rollouts.gateway import AgentConfig, create_agent_generate_fn, create_verifiers_agent, load_verifiers_prompts
 from rollouts.gateway.agent_runs import AgentFault
+from rollouts.gateway.frameworks import verifiers
 from rollouts.testing import FakeEngine, create_tiny_model, random_answer
 from rollouts.types import Prompt, SamplingParams, Status
 
@@ -302,6 +303,24 @@ async def test_a_start_is_given_up_with_its_run_and_is_closed_when_it_ends(envir
     (environments / "released").touch()
     await wait_for_loops()
     assert (environments / "ended").exists()
+
+
+async def test_a_start_is_given_up_though_all_threads_that_programs_share_are_taken(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(verifiers, "_NOTICE_S", 60.0)
+    limiter = trio.to_thread.current_default_thread_limiter()
+    borrowers = [object() for _ in range(int(limiter.available_tokens))]
+    for borrower in borrowers:
+        limiter.acquire_on_behalf_of_nowait(borrower)
+    start = verifiers._Start("sums")
+    try:
+        with trio.fail_after(30):
+            await verifiers._give_up(start)
+    finally:
+        for borrower in borrowers:
+            limiter.release_on_behalf_of(borrower)
+    with pytest.raises(EpisodeError, match="the start was given up"):
+        start._check()
+    assert not caplog.text
 
 
 @needs.VERIFIERS

@@ -13,11 +13,11 @@ import importlib
 import logging
 import math
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
 
@@ -29,6 +29,8 @@ from rollouts.types import Prompt
 
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
+
+T = TypeVar("T")
 
 _END_S = 30.0  # for episodes and servers to end, once they are told to
 _NOTICE_S = 1.0  # for the event loop of a start to notice that it is given up
@@ -163,7 +165,7 @@ class _Shared:
         start = _Start(self.environment)
         with trio.move_on_after(math.inf if self.start_s is None else self.start_s) as scope:
             try:
-                self.stack, *opened = await trio.to_thread.run_sync(start.run, abandon_on_cancel=True)
+                self.stack, *opened = await _run_in_thread(start.run)
             except trio.Cancelled:
                 await _give_up(start)
                 raise
@@ -222,10 +224,15 @@ class _Start:
             raise EpisodeError("the start was given up")
 
 
+async def _run_in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread that may be left behind: it is none of those that all others share, of which there are 40."""
+    return await trio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1))
+
+
 async def _give_up(start: _Start) -> None:
     """Cancel a start, whatever is cancelled; one whose code blocks its loop is left behind, and closed when that ends."""
     with trio.move_on_after(_NOTICE_S, shield=True) as late:
-        stack = await trio.to_thread.run_sync(start.give_up, abandon_on_cancel=True)
+        stack = await _run_in_thread(start.give_up)
         if stack is not None:
             late.deadline = math.inf
             await _close(stack)
@@ -236,7 +243,7 @@ async def _give_up(start: _Start) -> None:
 async def _close(stack: ExitStack) -> None:
     """Close an environment with its loop and thread, in time and whatever is cancelled, or leave them behind."""
     with trio.move_on_after(_END_S, shield=True) as late:
-        await trio.to_thread.run_sync(stack.close, abandon_on_cancel=True)
+        await _run_in_thread(stack.close)
     if late.cancelled_caught:
         _logger.warning("an episode of verifiers did not end within %g s and is left behind in its thread", _END_S)
 
