@@ -14,6 +14,7 @@ from rollouts.types import Algorithm
 if TYPE_CHECKING:
     from integration.settings.config import Config
 
+MAX_KEPT = 4096  # largest top_k with which SGLang, as it is started, returns the sets that tokens are drawn from
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Numbers in a head of attention that vLLM 0.32.0 computes on a CPU; others end the server at its first request."""
 
@@ -199,10 +200,17 @@ def check_truncated_sampling(config: Config) -> None:
         return
     shown = f"generation.top_p is {section.top_p:g}, generation.top_k {section.top_k} and generation.min_p {section.min_p:g}"
     advice = "set them to 1, 0 and 0, and lower --generation.temperature for less random answers"
-    if config.engine.is_server:
+    if config.engine.kind == "sglang" and not 2 <= section.top_k <= MAX_KEPT:
         raise ConfigError(
-            f"{shown}, but the sets of tokens that a server draws from, over which log-probs of training are computed, are not read "
-            f"from its answers: use the embedded engine (--engine.kind inprocess), or {advice}"
+            f"{shown}, but SGLang returns the sets of tokens that it draws from, over which log-probs of training are computed, only with "
+            f"a top_k from 2 to {MAX_KEPT}: set --generation.top-k, for example to 512, or {advice}"
+        )
+    if config.engine.is_server and config.engine.kind != "sglang":
+        raise ConfigError(
+            f"{shown}, but the sets of tokens that vLLM draws from, over which log-probs of training are computed, are not read from its "
+            "answers: vLLM 0.32 returns them on a GPU alone (--return-sampling-mask), and then refuses every request without a top_k or "
+            "with temperature 0, such as an evaluation's. Use SGLang with a top_k, or the embedded engine (--engine.kind inprocess), or "
+            f"{advice}"
         )
     if config.backend.kind == "jax":
         raise ConfigError(f"{shown}, but backend.kind 'jax' computes log-probs over the whole vocabulary alone: {advice}")

@@ -177,8 +177,8 @@ def check_sampled_whole(samples: tuple[Sample, ...], algorithm: Algorithm) -> No
         raise DataError(
             f"{len(unknown)} of {len(samples)} samples (the first is sample {unknown[0].index}) were drawn with top_p, top_k or min_p, and "
             "the trainer cannot compute the log-probs that the algorithm compares with, since the engine did not record the sets that were "
-            "left: use the engine in this process, sample with top_p=1, top_k=0 and min_p=0, or use an algorithm that does not read "
-            "rollout_log_probs, for example recomputed(...)"
+            "left: use the engine in this process, or SGLang with a top_k from 2 to 4096, sample with top_p=1, top_k=0 and min_p=0, or use "
+            "an algorithm that does not read rollout_log_probs, for example recomputed(...)"
         )
     if cut and "segment_log_probs" in algorithm.requires:
         raise DataError(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trio
@@ -18,9 +19,13 @@ from engine_recordings import load_recordings
 from server_waits import PATIENCE_S, wait_for_tokens, wait_until
 from transformers import AutoModelForCausalLM
 
+from rollouts.backends.factory import create_pytorch_backend
+from rollouts.data.collate import collate_samples
+from rollouts.data.samples import completion_to_sample
 from rollouts.engines.http.checks import check_request
 from rollouts.engines.http.endpoint import HTTPEndpoint, describe_server_error
 from rollouts.engines.http.samples import Generated
+from rollouts.engines.protocol import with_kept_tokens
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.sglang.protocol import (
     create_sample_ids,
@@ -40,7 +45,7 @@ from rollouts.engines.sglang.protocol import (
 )
 from rollouts.errors import EngineError, EngineProtocolError
 from rollouts.testing import FakeSGLangServer, Fault, SGLangSettings
-from rollouts.types import Completion, SamplingParams
+from rollouts.types import Completion, KeptTokens, Sample, SamplingParams
 
 NOT_FLUSHED = "Weights were updated, but the cache was not flushed because requests are still running or queued. "
 RECORDINGS = load_recordings("sglang")
@@ -774,3 +779,69 @@ async def test_a_stream_that_breaks_is_an_error(weights):
         server.add_fault(Fault("cut", "/generate"))
         with pytest.raises(EngineError):
             await engine.generate_streaming(PROMPT, GREEDY, lambda tokens, log_probs: None)
+
+
+# -- sets that tokens are drawn from
+
+
+def sets_answer(sets: Any, log_probs: Any = (-0.5, 0.0), **changes: Any) -> dict[str, Any]:
+    return answer_of(output_token_sampling_mask=sets, output_token_sampling_logprobs=list(log_probs), **changes)
+
+
+def test_sets_come_with_log_probs_over_them():
+    (found,) = parse_sglang_response(sets_answer([[9, 5], [6]]), ["r"], with_sets=True)
+    assert (found.tokens, found.log_probs, found.labels) == ((5, 6), (-0.5, 0.0), ("3", "3"))
+    assert found.kept == KeptTokens(data=np.array([5, 9, 6], dtype="<i4").tobytes(), counts=(2, 1))
+    (unasked,) = parse_sglang_response(sets_answer([[9, 5], [6]]), ["r"])
+    assert (unasked.log_probs, unasked.kept) == ((-1.0, -2.0), None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (sets_answer([[9, 5]]), "sets that 1 tokens were drawn from, expected those of 2"),
+        (sets_answer([[9, 5], [7]]), "token 1 of its answer is 6, which is not in the set"),
+        (sets_answer([[9, 5], [6.0]]), r"token id 6\.0, expected a whole number"),
+        (sets_answer([[9, 5], [6]], (-0.5,)), "2 tokens and log-probs over the sets of 1"),
+        (sets_answer([[9, 5], [6]], (-0.5, 0.2)), "log-prob 0.2"),
+        (answer_of(), "output_token_sampling_mask"),
+    ],
+)
+def test_sets_that_cannot_be_are_refused(answer: Any, message: str):
+    with pytest.raises(EngineProtocolError, match=message):
+        parse_sglang_response(answer, ["r"], with_sets=True)
+
+
+def test_tokens_of_a_request_that_was_aborted_while_it_waited_have_no_sets_and_are_drawn_anew():
+    (found,) = parse_sglang_response(answer_of(reason="abort"), ["r"], with_sets=True)
+    assert found == Generated(tokens=(), log_probs=(), labels=(), finish_reason="abort", kept=KeptTokens())
+
+
+async def test_samples_of_cut_distributions_have_their_sets_and_the_trainers_log_probs_across_syncs(tmp_path):
+    model = create_endless_model(0, hidden_size=32, num_layers=1)
+    model.save_pretrained(tmp_path / "same")
+    params = SamplingParams(max_tokens=60, temperature=0.7, top_k=20, top_p=0.8)
+    found: list[Completion] = []
+
+    async def generate():
+        found.extend(await engine.generate_group((3, 4), with_kept_tokens(params, engine), 3))
+
+    async with (
+        FakeSGLangServer(tmp_path / "same", SGLangSettings(max_running_requests=2)) as server,
+        SGLangEngine(server.url, in_flight="abort") as engine,
+    ):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate)
+            await wait_for_tokens(server, 5)
+            await engine.update_weights_from_checkpoint(tmp_path / "same")
+        greedy = await engine.generate((3, 4), with_kept_tokens(params.new(temperature=0.0), engine))
+        whole = await engine.generate((3, 4), with_kept_tokens(params.new(top_k=0), engine))
+    assert (greedy.kept_tokens, greedy.log_prob_kind) == (None, "sampled")
+    assert (whole.kept_tokens, whole.log_prob_kind) == (None, "tempered")
+    assert {c.log_prob_kind for c in found} == {"sampled"} and any(len(set(c.output_versions)) > 1 for c in found)
+    samples = [completion_to_sample(Sample(index=i), c.input_tokens, c, "") for i, c in enumerate(found)]
+    assert all(sample.kept_tokens is not None and max(sample.kept_tokens.counts) > 1 for sample in samples)
+    batch = collate_samples(samples)
+    log_probs = await create_pytorch_backend(model, lr=1e-3).forward(batch, lambda outputs: outputs.log_probs).result()
+    assert batch.rollout_log_probs is not None
+    assert ((log_probs - batch.rollout_log_probs) * batch.loss_mask).abs().max() < 1e-4

@@ -296,5 +296,13 @@ def test_online_settings_that_cannot_work_are_refused(options: list[str], messag
 def test_pairs_of_rollouts_need_no_sets_that_tokens_were_drawn_from():
     cut = Config(generation=GenerationSection(top_p=0.9), engine=EngineSection(kind="vllm", urls=("http://127.0.0.1:9",)))
     check_truncated_sampling(replace(cut, rl=RLSection(algorithm="online_dpo")))
-    with pytest.raises(ConfigError, match="the sets of tokens that a server draws from"):
+    with pytest.raises(ConfigError, match=r"the sets of tokens that vLLM draws from.*are not read.*with temperature 0"):
         check_truncated_sampling(cut)
+
+
+def test_sglang_returns_the_sets_that_tokens_were_drawn_from_with_a_top_k():
+    cut = Config(generation=GenerationSection(top_p=0.9), engine=EngineSection(kind="sglang", urls=("http://127.0.0.1:9",)))
+    check_truncated_sampling(replace(cut, generation=GenerationSection(top_p=0.9, top_k=512)))
+    for top_k in (0, 1, 5000):
+        with pytest.raises(ConfigError, match=r"SGLang returns the sets.*only with a top_k from 2 to 4096: set --generation.top-k"):
+            check_truncated_sampling(replace(cut, generation=GenerationSection(top_p=0.9, top_k=top_k)))

@@ -24,8 +24,10 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.data.collate import collate_samples
 from rollouts.data.samples import completion_to_sample
 from rollouts.engines.http.endpoint import Deadlines
+from rollouts.engines.inprocess.sampling import truncate_logits
 from rollouts.engines.launch.commands import ServerConfig
 from rollouts.engines.launch.servers import launch_server
+from rollouts.engines.protocol import with_kept_tokens
 from rollouts.engines.sglang.channels import open_http_channel, open_shared_memory, open_weight_group
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.errors import EngineError, EngineStatusError, EngineTimeout
@@ -161,6 +163,35 @@ async def test_log_probs_of_cut_distributions_are_those_before_the_cut_and_say_s
         found = await generate_all(engine, SamplingParams(max_tokens=40, temperature=0.7, **changes))
     assert {(c.log_prob_kind, c.truncated_sampling) for c in found} == {("tempered", True)}
     assert await difference_to_trainer(found, {version: weights[0]}) < TOLERANCE
+
+
+@pytest.mark.parametrize("changes", [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"top_k": 40, "top_p": 0.9, "min_p": 0.1}])
+async def test_the_sets_that_tokens_are_drawn_from_are_recorded_and_log_probs_over_them_are_the_trainers(sglang_server, weights, changes):
+    params = SamplingParams(max_tokens=40, temperature=0.7, **changes)
+    async with SGLangEngine(sglang_server.url) as engine:
+        version = await start(engine, weights[0])
+        found = await generate_all(engine, with_kept_tokens(params, engine))
+        whole = await engine.generate(PROMPTS[0], with_kept_tokens(params.new(top_k=0, top_p=0.8), engine))
+    assert (whole.kept_tokens, whole.log_prob_kind) == (None, "tempered"), "without a top_k there are no sets"
+    assert {(c.log_prob_kind, c.truncated_sampling, c.temperature) for c in found} == {("sampled", True, 0.7)}
+    assert await difference_to_trainer(found, {version: weights[0]}) < TOLERANCE
+    model = load_model(weights[0])
+    limits = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    alone = [{"top_k": 0, "top_p": 1.0, "min_p": 0.0, name: limit} for name, limit in limits.items()]  # each cuts the whole distribution
+    sizes: list[int] = []
+    for completion in found:
+        tokens = torch.tensor([completion.input_tokens + completion.output_tokens])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, completion.input_len - 1 : -1] / 0.7
+        assert completion.kept_tokens is not None
+        for place in range(completion.output_len):
+            kept = completion.kept_tokens.cut(place, place + 1)
+            sizes += kept.counts
+            row = logits[place : place + 1]
+            left = [truncate_logits(row, **{name: torch.tensor([x]) for name, x in cut.items()}).isfinite()[0] for cut in alone]
+            expected = torch.stack(left).all(0).nonzero()[:, 0].tolist()
+            assert torch.frombuffer(bytearray(kept.data), dtype=torch.int32).tolist() == expected
+    assert max(sizes) > 2 and max(sizes) <= params.top_k
 
 
 async def test_given_tokens_are_scored_as_the_trainer_does(sglang_server, weights):

@@ -18,7 +18,7 @@ class GenerationSection:
     enable_thinking: bool | None = None  # enable_thinking argument of the chat template; None = the template's default
     stop: tuple[str, ...] = ()  # strings that end a response
     # sample from the fewest tokens whose probability together reaches this, more than 0; 1 = from all. Training then compares log-probs
-    # over the same tokens, which the embedded engine records; with servers such answers are not trained on
+    # over the same tokens, which the embedded engine records, and SGLang with a top_k from 2 to 4096; with vLLM it does not train on them
     top_p: float = 1.0
     top_k: int = 0  # number of most probable tokens to sample from; 0 = all. Answers are trained on as with top_p
     # smallest probability of a token that is sampled, as a share of the largest one; 0 = all tokens. Answers are trained on as with top_p

@@ -43,6 +43,7 @@ class ServerInfo:
     honors_seeds: bool = True  # whether a seed in a request decides the samples
     device: str | None = None  # device that it computes on, "cpu" or "cuda"; None = unknown
     max_running: int | None = None  # maximum number of sequences that it decodes at the same time; None = unknown
+    max_kept: int = 0  # largest top_k with which it returns the sets that tokens are drawn from; 0 = it does not
     is_paused: bool = False
     can_sleep: bool = False  # whether the server was started so that it can release the memory of its GPU and keep its weights
 
@@ -139,12 +140,17 @@ def check_request(
             f"{name}: {request_id} asks for untempered log-probs, but this server's are {info.log_prob_kind}, at temperature "
             f"{params.temperature:g}: sample from the whole distribution at temperature 1, or use the engine in this process"
         )
-    if params.kept_tokens and params.truncates:
+    if params.kept_tokens and params.truncates and not records_sets(params, info.max_kept):
         raise EngineRequestError(
             f"{name}: {request_id} asks for the sets that top_p, top_k and min_p leave, which are not read from the answers of {info.kind} "
-            f"{info.version}: sample from the whole distribution, or use the engine in this process"
+            f"{info.version}: sample from the whole distribution, use SGLang with a top_k, or the engine in this process"
         )
     return params.new(max_tokens=min(params.max_tokens, total - len(prompt)))
+
+
+def records_sets(params: SamplingParams, max_kept: int) -> bool:
+    """Whether a server returns the sets that tokens are drawn from with these parameters (ServerInfo.max_kept)."""
+    return params.truncates and 2 <= params.top_k <= max_kept
 
 
 def classify_log_probs(kind: LogProbKind, params: SamplingParams) -> LogProbKind:

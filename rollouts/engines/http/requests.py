@@ -19,7 +19,7 @@ from rollouts.engines.http.checks import classify_log_probs, temperature_of_log_
 from rollouts.engines.http.samples import Generated, check_generated, check_order, version_of
 from rollouts.errors import EngineError, EngineProtocolError, raise_single_errors
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, FinishReason, LogProbKind, RoutedExperts, SamplingParams
+from rollouts.types import Completion, FinishReason, KeptTokens, LogProbKind, RoutedExperts, SamplingParams
 
 T = TypeVar("T")
 
@@ -56,18 +56,21 @@ class _Part:
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason = "abort"
     experts: RoutedExperts | None = None  # see Generated
+    kept: KeptTokens | None = field(default_factory=KeptTokens)  # see Generated
 
     def then(self, other: _Part) -> _Part:
         """Return both parts joined, with the finish reason of the other."""
         experts = other.experts if self.experts is None or other.experts is None else self.experts.fill(other.experts)
+        kept = None if self.kept is None or other.kept is None else self.kept + other.kept
         return _Part(
-            self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason, experts
+            self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason, experts, kept
         )
 
     def keep(self, n: int) -> _Part:
         """Return the first n tokens."""
         experts = None if self.experts is None else self.experts.take(len(self.experts) - (len(self.tokens) - n))
-        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason, experts)
+        kept = None if self.kept is None else self.kept.cut(0, n)
+        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason, experts, kept)
 
 
 def count_tokens_to_keep(num_tokens: int, stop: Sequence[str]) -> int:
@@ -103,6 +106,7 @@ def create_completion(request_id: str, prompt: tuple[int, ...], params: Sampling
         log_prob_kind=classify_log_probs(kind, params),
         untempered_log_probs=part.log_probs if params.untempered_log_probs else None,
         routed_experts=None if part.experts is None else part.experts.take(len(prompt) + len(part.tokens)),
+        kept_tokens=part.kept if params.kept_tokens and params.truncates else None,
     )
 
 
@@ -391,7 +395,8 @@ class RequestsInFlight:
         by_label = {label: version_of(self.name, label, initial_version) for label in set(result.labels)}
         versions = tuple(by_label[label] for label in result.labels)
         check_order(f"{self.name} sampled tokens", versions, oldest_version, may_fall=may_fall)
-        return _Part(result.tokens, result.log_probs, versions, result.finish_reason, result.experts)
+        kept = KeptTokens() if not result.tokens else result.kept
+        return _Part(result.tokens, result.log_probs, versions, result.finish_reason, result.experts, kept)
 
     def _create_wire_id(self) -> str:
         # equal lengths, so that no id is the beginning of another: SGLang aborts by prefix

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollouts.engines.http.checks import INITIAL_LABEL
 from rollouts.errors import EngineProtocolError
-from rollouts.types import FinishReason, RoutedExperts, SamplingParams
+from rollouts.types import FinishReason, KeptTokens, RoutedExperts, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,11 @@ class Generated:
     labels: tuple[str, ...]  # the server's label of the weights that sampled each token
     finish_reason: FinishReason
     experts: RoutedExperts | None = None  # experts of prompt and tokens but the last one, which no pass has read; None = not recorded
+    kept: KeptTokens | None = None  # sets that the tokens were drawn from; None = not recorded
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
+        assert self.kept is None or len(self.kept) == n, f"{len(self.kept or ())} sets for {n} tokens"
         assert len(self.log_probs) == n, f"{len(self.log_probs)} log-probs for {n} tokens"
         assert len(self.labels) == n, f"{len(self.labels)} labels for {n} tokens"
 
@@ -105,6 +107,20 @@ def read_token_ids(values: Iterable[Any]) -> tuple[int, ...]:
     if wrong:
         raise EngineProtocolError(f"it gave the token id {wrong[0]!r}, expected a whole number")
     return ids
+
+
+def read_kept(sets: Iterable[Iterable[Any]], tokens: Sequence[int]) -> KeptTokens:
+    """Read the sets of token ids from which tokens were drawn. Raises EngineProtocolError for a set without its token."""
+    rising = [sorted(set(read_token_ids(ids))) for ids in sets]
+    if len(rising) != len(tokens):
+        raise EngineProtocolError(f"it gave the sets that {len(rising)} tokens were drawn from, expected those of {len(tokens)}")
+    lacking = [place for place, (token, ids) in enumerate(zip(tokens, rising, strict=True)) if token not in ids]
+    if lacking:
+        raise EngineProtocolError(
+            f"token {lacking[0]} of its answer is {tokens[lacking[0]]}, which is not in the set that it was drawn from"
+        )
+    data = np.fromiter((token for ids in rising for token in ids), dtype="<i4")
+    return KeptTokens(data=data.tobytes(), counts=tuple(map(len, rising)))
 
 
 def read_log_prob(value: Any, floor: float = -math.inf) -> float:

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import httpx
 from torch import Tensor
 
-from rollouts.engines.http.checks import AtLeast, ServerInfo, check_request
+from rollouts.engines.http.checks import AtLeast, ServerInfo, check_request, records_sets
 from rollouts.engines.http.endpoint import Deadlines, HTTPEndpoint, RetryPolicy
 from rollouts.engines.http.requests import RequestsInFlight, Send
 from rollouts.engines.http.scoring import check_scoring, score_tokens
@@ -31,7 +31,14 @@ from rollouts.types import Completion, SamplingParams
 from rollouts.weight_specs import WeightSpec, describe_weights, plan_weights
 
 _FEATURES = frozenset(
-    {EngineFeature.MEMORY_UPDATES, EngineFeature.SCORES, EngineFeature.GROUPS, EngineFeature.DISTRUST, EngineFeature.SLEEP}
+    {
+        EngineFeature.MEMORY_UPDATES,
+        EngineFeature.SCORES,
+        EngineFeature.GROUPS,
+        EngineFeature.DISTRUST,
+        EngineFeature.SLEEP,
+        EngineFeature.KEPT_TOKENS,
+    }
 )
 
 
@@ -42,7 +49,9 @@ class SGLangEngine:
             completion = await engine.generate(prompt_tokens, SamplingParams(max_tokens=64))
 
     - Each token carries the version of the weights that sampled it, from the server's own spans.
-    - Log-probs are after the temperature and before top_p, top_k and min_p.
+    - Log-probs are after the temperature and before top_p, top_k and min_p. With kept_tokens and a top_k from 2 to the server's
+      --sampling-mask-max-tokens (4,096), completions have the sets that tokens were drawn from, and log-probs over these; with another
+      top_k the server returns no sets, and neither do completions.
     - Seeds have no effect unless the server runs --enable-deterministic-inference; the engine warns once.
     - A request may reach two tokens less than the context length: the server reserves them.
     - /health is never called: the server answers it by generating, which while paused takes 20 s and ends with the server marked unhealthy.
@@ -172,6 +181,7 @@ class SGLangEngine:
     ) -> tuple[Completion, ...]:
         server = self._get_facts()
         prompt, request_id = tuple(prompt_tokens), self._requests.name_request(request_id)
+        params = params.new(kept_tokens=params.kept_tokens and records_sets(params, server.info.max_kept))
         params = check_request(
             self.name, request_id, prompt, params, n, server.info, max_prompt=server.max_prompt, max_total=server.max_total
         )
@@ -180,7 +190,8 @@ class SGLangEngine:
             warnings.warn(
                 f"{self.name} ignores seeds: start it with --enable-deterministic-inference, or do not rely on equal samples", stacklevel=4
             )
-        found = await self._requests.run(request_id, prompt, params, n, send, server.info.log_prob_kind, server.info.vocab_size)
+        kind = "sampled" if params.kept_tokens else server.info.log_prob_kind
+        found = await self._requests.run(request_id, prompt, params, n, send, kind, server.info.vocab_size)
         return tuple(_end_if_full(completion, server.max_prompt) for completion in found)
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:

@@ -51,7 +51,7 @@ class SGLangGeneration:
             return [Generated((), (), (), "length")] * request.n
         with self._in_flight_as(request) as ids:
             response = await self._server.post_json("/generate", self._create_payload(request, ids))
-            return parse_sglang_response(response, ids, self._find_experts_per_token())
+            return parse_sglang_response(response, ids, self._find_experts_per_token(), with_sets=request.params.kept_tokens)
 
     async def send_streaming(self, on_tokens: OnTokens, request: WireRequest) -> Sequence[Generated]:
         """Return the one result of a request; on_tokens is called with its tokens as they arrive. Raises EngineError."""
@@ -61,7 +61,8 @@ class SGLangGeneration:
         with self._in_flight_as(request) as ids:
             async with self._server.stream_events("/generate", {**self._create_payload(request, ids), "stream": True}) as events:
                 async for event in events:
-                    tokens, log_probs, whole = parse_sglang_event(event, ids[0], self._find_experts_per_token())
+                    experts, with_sets = self._find_experts_per_token(), request.params.kept_tokens
+                    tokens, log_probs, whole = parse_sglang_event(event, ids[0], experts, with_sets=with_sets)
                     if len(tokens) > num_heard:
                         on_tokens(tokens[num_heard:], log_probs[num_heard:])
                         num_heard = len(tokens)
@@ -114,4 +115,5 @@ class SGLangGeneration:
         seeds = [params.seed if params.seed is None or request.n == 1 else derive_seed(params.seed, i) for i in range(request.n)]
         sampling = [sglang_sampling_params(params.new(seed=s), seeded=seeded) for s in seeds]
         payload = sglang_payload([request.tokens] * request.n, sampling, ids)
-        return {**payload, "return_routed_experts": True} if self._records_experts else payload
+        asked = {"return_routed_experts": self._records_experts, "return_sampling_mask": params.kept_tokens}
+        return payload | {name: True for name, is_asked in asked.items() if is_asked}

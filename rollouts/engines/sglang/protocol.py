@@ -1,7 +1,8 @@
 """Requests and answers of SGLang's HTTP routes, as pure functions. Measured with SGLang 0.5.23.
 
 Tokens go in and out as ids. Log-probs of sampled tokens are log_softmax(logits / temperature), before top_p, top_k and min_p; greedy ones
-are under temperature 1. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB reports them under temperature 1 always.
+are under temperature 1. A server started with SGLANG_RETURN_ORIGINAL_LOGPROB reports them under temperature 1 always. With the sets that
+tokens are drawn from come their log-probs over these sets.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import Tensor
 from rollouts.checks import parse_json
 from rollouts.engines.http.checks import ServerInfo
 from rollouts.engines.http.errors import raise_protocol_errors
-from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_log_prob, read_token_ids
+from rollouts.engines.http.samples import Generated, expand_spans, read_experts, read_kept, read_log_prob, read_token_ids
 from rollouts.errors import EngineProtocolError
-from rollouts.types import RoutedExperts, SamplingParams
+from rollouts.types import KeptTokens, RoutedExperts, SamplingParams
 
 PauseMode = Literal["abort", "retract"]
 """Effect of a pause on requests in flight. SGLang's third mode, in_place, mixes keys and values of two policies and is not offered."""
@@ -85,27 +86,31 @@ def sglang_payload(
     }
 
 
-def parse_sglang_response(response: Any, request_ids: Sequence[str], experts_per_token: int | None = None) -> tuple[Generated, ...]:
+def parse_sglang_response(
+    response: Any, request_ids: Sequence[str], experts_per_token: int | None = None, *, with_sets: bool = False
+) -> tuple[Generated, ...]:
     """Parse the answer of /generate to sglang_payload with these ids, in their order.
 
     Args:
         experts_per_token: experts of a token in each router, to read those that routers chose; None = they were not asked for.
+        with_sets: whether the sets that tokens are drawn from were asked for (return_sampling_mask).
 
     Raises: EngineProtocolError if the answer is unexpected.
     """
     answers = cast("list[Any]", response) if isinstance(response, list) else [response]
     if len(answers) != len(request_ids):
         raise EngineProtocolError(f"/generate gave {len(answers)} answers to {len(request_ids)} requests")
-    return tuple(_parse_answer(answer, request_id, experts_per_token) for answer, request_id in zip(answers, request_ids, strict=True))
+    pairs = zip(answers, request_ids, strict=True)
+    return tuple(_parse_answer(answer, request_id, experts_per_token, with_sets) for answer, request_id in pairs)
 
 
 def parse_sglang_event(
-    event: Any, request_id: str, experts_per_token: int | None = None
+    event: Any, request_id: str, experts_per_token: int | None = None, *, with_sets: bool = False
 ) -> tuple[tuple[int, ...], tuple[float, ...], Generated | None]:
     """Parse one event of a stream: all tokens and log-probs so far (streams are cumulative), and the whole once it has ended."""
     with raise_protocol_errors("an event of /generate", event):
         if event["meta_info"]["finish_reason"] is not None:
-            whole = _parse_answer(event, request_id, experts_per_token)
+            whole = _parse_answer(event, request_id, experts_per_token, with_sets)
             return whole.tokens, whole.log_probs, whole
         tokens, log_probs = _read_tokens(event, request_id)
     return tokens, log_probs, None
@@ -206,6 +211,7 @@ def parse_server_info(server_info: Any, model_info: Any, models: Any) -> SGLangS
                 has_tokenizer=not server_info["skip_tokenizer_init"],
                 honors_seeds=bool(server_info["enable_deterministic_inference"]),
                 max_running=server_info["max_running_requests"],
+                max_kept=int(server_info.get("sampling_mask_max_tokens") or 0),
                 can_sleep=bool(server_info.get("enable_memory_saver") and server_info.get("enable_weights_cpu_backup")),
             ),
             max_prompt=longest - 1,
@@ -248,17 +254,33 @@ def parse_probe(response: Any) -> Literal["tempered", "untempered"] | None:
     return None
 
 
-def _parse_answer(answer: Any, request_id: str, experts_per_token: int | None) -> Generated:
+def _parse_answer(answer: Any, request_id: str, experts_per_token: int | None, with_sets: bool) -> Generated:
     with raise_protocol_errors("/generate", answer):
         tokens, log_probs = _read_tokens(answer, request_id)
         meta = answer["meta_info"]
+        num_told, kept = len(tokens), None
+        if with_sets:
+            tokens, log_probs, kept = _read_sets(meta, tokens, request_id)
         finish_reason = meta["finish_reason"]["type"]
         if finish_reason not in ("stop", "length", "abort"):
             raise EngineProtocolError(f"request {request_id} ended with the unknown finish reason {meta['finish_reason']!r}")
         spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
-        labels = expand_spans(f"request {request_id}", spans, len(tokens))
+        labels = expand_spans(f"request {request_id}", spans, num_told)[: len(tokens)]
         experts = None if experts_per_token is None or not tokens else _read_experts(meta, len(tokens), experts_per_token)
-    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason, experts=experts)
+    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason, experts=experts, kept=kept)
+
+
+def _read_sets(meta: Any, tokens: tuple[int, ...], request_id: str) -> tuple[tuple[int, ...], tuple[float, ...], KeptTokens]:
+    """Return the tokens that have a set, their log-probs over these sets, and the sets.
+
+    The server forgets the sets of a request that is aborted while it waits to be computed again: its tokens are then as if never drawn.
+    """
+    if meta["finish_reason"]["type"] == "abort" and "output_token_sampling_mask" not in meta:
+        return (), (), KeptTokens()
+    sets, values = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    if len(values) != len(tokens):
+        raise EngineProtocolError(f"request {request_id} has {len(tokens)} tokens and log-probs over the sets of {len(values)}")
+    return tokens, tuple(map(read_log_prob, values)), read_kept(sets, tokens)
 
 
 def _read_experts(meta: Any, num_tokens: int, experts_per_token: int) -> RoutedExperts:

@@ -72,6 +72,8 @@ class Draw:
     chosen: Ranked
     top: tuple[Ranked, ...] = ()  # most probable first
     selected: tuple[Ranked, ...] = ()  # tokens of Sampling.token_ids
+    kept: tuple[int, ...] = ()  # set that it was drawn from, most probable first; () = itself alone
+    kept_log_prob: float = 0.0  # its log-prob over this set
 
 
 @dataclass
@@ -319,7 +321,11 @@ class CausalModel:
         kept = tempered if greedy else _truncate(tempered, sampling)
         token = int(logits.argmax()) if greedy else _draw_token(kept, uniform)
         reported = {"sampled": kept, "tempered": tempered, "untempered": logits}[kind].log_softmax(-1)
-        return _describe(reported, token, sampling.num_top, sampling.token_ids)
+        found = _describe(reported, token, sampling.num_top, sampling.token_ids)
+        if greedy:
+            return found
+        ids = kept.argsort(descending=True)[: int(kept.isfinite().sum())].tolist()
+        return replace(found, kept=tuple(ids), kept_log_prob=float(kept.log_softmax(-1)[token]))
 
     def score(self, tokens: Sequence[int], num_top: int = 0, token_ids: Sequence[int] = ()) -> list[Draw]:
         """Return log-probs at temperature 1 of the tokens after the first."""

@@ -22,6 +22,7 @@ _SAMPLING_FIELDS = (
     "custom_params", "beam_width", "watermark", "choice",
 )  # fmt: skip
 _GREEDY_BELOW = 1e-6
+MAX_KEPT = 4096  # --sampling-mask-max-tokens: tokens of the largest set that is returned
 _NO_LIMIT = 1 << 40  # default of max_new_tokens: up to the context
 
 
@@ -41,6 +42,7 @@ class Generation:
     with_text: bool  # whether log-probs carry the text of their tokens
     with_prompt_ids: bool
     with_experts: bool
+    with_sets: bool  # whether the answer has the sets that tokens were drawn from
     salt: str
 
 
@@ -117,6 +119,7 @@ def _parse_generate(body: Mapping[str, Any], request: Request, tokenizer: Tokeni
         with_text=bool(body.get("return_text_in_logprobs")),
         with_prompt_ids=bool(body.get("return_prompt_token_ids")),
         with_experts=bool(body.get("return_routed_experts")),
+        with_sets=bool(body.get("return_sampling_mask")),
         salt=f"{body.get('extra_key') or ''}{body.get('cache_salt') or ''}",
     )
 
@@ -208,9 +211,9 @@ def check_sample(
             f"stop={list(sampling.stop)} is unavailable when skip_tokenizer_init=True (requires tokenizer to decode tokens to text for "
             "matching)."
         )
-    if body.get("return_sampling_mask") and sampling.temperature > 0 and not 1 < sampling.top_k <= 4096:
+    if body.get("return_sampling_mask") and sampling.temperature > 0 and not 1 < sampling.top_k <= MAX_KEPT:
         raise refuse(
-            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= 4096; got top_k="
+            f"return_sampling_mask requires top_k=1 for greedy sampling or finite 1 < top_k <= {MAX_KEPT}; got top_k="
             f"{sampling.top_k or 1 << 30}. Lower top_k or increase --sampling-mask-max-tokens."
         )
     length = len(prompt)
@@ -272,6 +275,7 @@ def describe_sample(
         "weight_version": sequence.labels[-1] if sequence.labels else label,
         "num_retractions": sequence.num_retractions,
         **log_probs,
+        **(_describe_sets(sequence) if generation.with_sets else {}),
         "reasoning_tokens": 0,
         "completion_tokens": len(tokens),
         "cached_tokens": sequence.num_cached,
@@ -297,6 +301,15 @@ def describe_finish(sequence: Sequence_) -> dict[str, Any]:
 def _echo(token: int, vocab_size: int) -> int:
     """Return the id that is reported for a prompt token: the last one of the vocabulary comes back as 0."""
     return token if token < vocab_size - 1 else 0
+
+
+def _describe_sets(sequence: Sequence_) -> dict[str, Any]:
+    """Return the sets that tokens were drawn from, and their log-probs over these. An aborted request that waits has lost them."""
+    return {
+        "output_token_sampling_mask": [list(draw.kept or (draw.chosen.token,)) for draw in sequence.draws],
+        "output_token_sampling_logprobs": [draw.kept_log_prob for draw in sequence.draws],
+        "output_token_sampling_mask_length": len(sequence.draws),
+    }
 
 
 def _describe_log_probs(

@@ -31,7 +31,7 @@ from rollouts.testing.servers.scheduler import Scheduler, SchedulerRules, Sequen
 from rollouts.testing.servers.sglang import payloads
 from rollouts.testing.servers.sglang.control import SGLangControl
 from rollouts.testing.servers.sglang.engine import SGLangCore
-from rollouts.testing.servers.sglang.payloads import Generation, error_object, parse_generate, read_json, refuse
+from rollouts.testing.servers.sglang.payloads import MAX_KEPT, Generation, error_object, parse_generate, read_json, refuse
 from rollouts.testing.servers.sglang.settings import SGLangSettings
 
 if TYPE_CHECKING:
@@ -334,6 +334,7 @@ class FakeSGLangServer(LoopbackServer):
             "max_queued_requests": self._settings.max_queued_requests,
             "enable_deterministic_inference": self._settings.deterministic,
             "incremental_streaming_output": False,
+            "sampling_mask_max_tokens": MAX_KEPT,
             "allow_auto_truncate": False,
             "enable_memory_saver": self._settings.can_sleep,
             "enable_weights_cpu_backup": self._settings.can_sleep,
