@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import tyro
@@ -183,6 +186,21 @@ def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
     return replace(saved, output_dir=None, engine=section, **rest)
 
 
+@contextmanager
+def stopped_by_sigterm() -> Generator[None]:
+    """Let the first SIGTERM end the block as Ctrl-C does, with its servers, programs and sandboxes; the second ends at once."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(command: Command) -> int:
     """Execute a command line. Returns the exit status."""
     import trio
@@ -195,7 +213,13 @@ def run(command: Command) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     plan = create_plan(command.models, arguments, has_task=command.has_task)
     directory = Path(arguments.config.output_dir or Path("evals") / datetime.now().strftime("%Y%m%d-%H%M%S"))
-    results = trio.run(evaluate_all, plan, directory, say)
+    try:
+        with stopped_by_sigterm():
+            results = trio.run(evaluate_all, plan, directory, say)
+    except (KeyboardInterrupt, BaseExceptionGroup) as error:
+        if isinstance(error, KeyboardInterrupt) or error.subgroup(KeyboardInterrupt) is not None:
+            say(f"stopped: the same command with --output-dir {directory} goes on behind what is finished")
+        raise
     with ignore_closed_stdout():
         if arguments.json:
             print(json.dumps(results, indent=2))

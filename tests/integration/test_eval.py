@@ -296,9 +296,11 @@ def add_slowly(self, prompt, lines):
     with open(self.path, "a") as file:
         file.write('{"prompt": ')  # what a kill leaves of a line
         file.flush()
-        time.sleep(0.2)
-        size = self.path.stat().st_size
-        file.truncate(size - len('{"prompt": '))
+        try:
+            time.sleep(0.2)
+        finally:
+            size = self.path.stat().st_size
+            file.truncate(size - len('{"prompt": '))
 
 records.Records.add = add_slowly
 sys.exit(main(sys.argv[1:]))
@@ -309,20 +311,29 @@ def count_lines(directory: str) -> int:
     return sum(file.read_bytes().count(b"\n") for file in Path(directory).glob("1-*"))
 
 
-def test_a_killed_evaluation_goes_on_and_ends_with_the_same_results(parts: dict[str, str], tmp_path: Path, capsys):
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_an_evaluation_that_is_ended_by_a_signal_goes_on_and_ends_with_the_same_results(
+    number: int, parts: dict[str, str], tmp_path: Path, capsys
+):
     options = ["--tasks", parts["rows"], "--n", "3", "--generation.max-tokens", "6", "--reward.function", f"{parts['reward']}:half_right"]
     whole = evaluate(parts["model"], *options, "--output-dir", str(tmp_path / "whole"), capsys=capsys)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SLOW, parts["model"], *options, "--output-dir", parts["out"], "--quiet"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, "-c", SLOW, parts["model"], *options, "--output-dir", parts["out"]]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 100
         while (
             time.monotonic() < deadline and sum(text.count(b"\n") for text in (f.read_bytes() for f in Path(parts["out"]).glob("1-*"))) < 6
         ):
             time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
+        process.send_signal(number)
+        told = process.communicate(timeout=100)[1]
+    assert process.returncode == (-number if number == signal.SIGKILL else 130), told
+    assert (f"stopped: the same command with --output-dir {parts['out']} goes on" in told) == (number == signal.SIGTERM)
     (file,) = Path(parts["out"]).glob("1-*")
     num_done = file.read_bytes().count(b"\n")
-    assert 6 <= num_done < 36 and not file.read_bytes().endswith(b"\n")
+    if number == signal.SIGTERM:  # prompts that are answered are still written
+        assert 6 <= num_done <= 36
+    else:
+        assert 6 <= num_done < 36 and not file.read_bytes().endswith(b"\n")
     assert evaluate(parts["model"], *options, "--output-dir", parts["out"], capsys=capsys) == whole
     assert read_lines(parts["out"]) == read_lines(tmp_path / "whole")
