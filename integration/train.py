@@ -27,9 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     with interrupts_end_the_process(), garbage_collection_off():
         from integration.run.exit_status import run_command
-        from integration.run.launch import find_users_modules, is_follower, parse_quietly, silence_stdout
+        from integration.run.launch import end_with_launcher, find_users_modules, is_follower, parse_quietly, silence_stdout
         from integration.settings.command_line import parse_command_line
 
+    end_with_launcher(os.environ)
     find_users_modules()
     if is_follower(os.environ):
         with silence_stdout():

@@ -152,6 +152,15 @@ def find_users_modules() -> None:
         sys.path.append(here)
 
 
+def end_with_launcher(environment: Mapping[str, str]) -> None:
+    """Let this process, if torchrun started it, get SIGTERM when torchrun's process is gone, even killed with -9. Linux only."""
+    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
+        return
+    from rollouts.sandbox.inside.kernel import PR_SET_PDEATHSIG, prctl
+
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def describe_kill(statuses: Mapping[int, int]) -> str | None:
     """Describe the death of a rank that rank 0 may not have reported, because the processes had not met yet.
 

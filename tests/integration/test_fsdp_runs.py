@@ -259,6 +259,28 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
 
 
 @pytest.mark.slow
+@needs.LINUX
+@pytest.mark.timeout(600)
+def test_the_ranks_of_a_launcher_that_is_killed_end_with_a_checkpoint_of_their_last_step(tmp_path: Path):
+    directory = tmp_path / "run"
+    fsdp = ["--backend.kind", "fsdp", "--backend.num-processes", 2, "--checkpoint.sft-every", 1000]
+    launcher = start("-m", "integration.train", "--output-dir", directory, *SMALL, *fsdp, "--sft.num-steps", 5000)
+    wait_for_step(directory, 2, [])
+    ranks = children_of(launcher.pid)
+    launcher.kill()
+    try:
+        out, _ = launcher.communicate(timeout=PATIENCE_S)  # to the end of the ranks, which write there, too
+    finally:
+        for rank in ranks:
+            if Path(f"/proc/{rank}").exists():
+                os.kill(rank, signal.SIGKILL)
+    assert len(ranks) == 2
+    assert "To go on" in out
+    (newest,) = list_checkpoints(directory / "sft" / "checkpoints")
+    assert newest.name == f"step_{len(steps_of(read_metrics(directory / 'metrics.jsonl'))):04d}"
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_torchrun_starts_the_same_command_on_two_machines(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("ROLLOUTS_RANK_TOKEN", "a secret of the user for these two machines")
