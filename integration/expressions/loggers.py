@@ -105,7 +105,8 @@ class MarkedLogger:
         """
         Args:
             path: file of the marks.
-            stored: last step of each stage in the store, where it can be read back: then the marks are not asked.
+            stored: last step of each stage in the store, where it can be read back: the marks then count for other stages alone, whose
+                files may have been removed after they were sent.
         """
         self._logger, self._path, self._clock, self._stored = logger, path, clock, stored
         self._steps: dict[str, int] = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -122,8 +123,8 @@ class MarkedLogger:
         self._logger.log_samples(samples, step, stage)
 
     def last_steps(self) -> Mapping[str, int]:
-        """Return the last step of each stage that is in the store, or marked."""
-        return dict(self._steps if self._stored is None else self._stored)
+        """Return the last step of each stage that is in the store; of a stage without one there, the marked one."""
+        return {**self._steps, **(self._stored or {})}
 
     def finish(self) -> None:
         """Finish the logger, and mark all of its lines."""

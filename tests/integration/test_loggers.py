@@ -341,6 +341,8 @@ def test_lines_that_weights_and_biases_may_not_have_written_are_logged_again_aft
     assert MarkedLogger(run, path).last_steps() == {"sft": 2}, "the lines of RL are not half a minute old"
     logger.finish()
     assert MarkedLogger(run, path).last_steps() == {"sft": 2, "rl": 2}
+    left = MarkedLogger(run, path, stored={"rl": 1})  # `wandb sync --clean` has removed the part with SFT; that of RL is cut
+    assert left.last_steps() == {"sft": 2, "rl": 1}
 
 
 KILLED = """
