@@ -37,6 +37,7 @@ from rollouts.training.saving.run_state import RunInputs, RunState, read_run_sta
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+_ASK_S = 0.5  # seconds between two looks at whether another rank was told to end
 REFERENCE_FILE = "reference.jsonl"
 """File of the stage of preferences with log-probs of the reference."""
 _OWN_FILES = (
@@ -59,13 +60,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.is_passed_on = False  # another rank was asked: a signal of this process is still its first one
         self.num_steps = 0  # ended steps of this process, all stages together
         self.abandonment = Abandonment()
 
     def is_requested(self) -> bool:
         """Return whether to stop; loops ask after each step."""
         self.num_steps += 1
-        return self.requested
+        return self.requested or self.is_passed_on
 
 
 async def watch_signals(
@@ -87,6 +89,17 @@ async def watch_signals(
                 say("stopping after this step, with a checkpoint; once more to stop at once")
                 if grace_s is not None:
                     nursery.start_soon(_abandon_after, grace_s / 2, stop, say)
+
+
+async def watch_ranks(stop: StopRequest, find_asker: Callable[[], int | None], say: Callable[[str], None], grace_s: float | None) -> None:
+    """Do as watch_signals at a first signal, once another rank has got one: its machine may be taken away, and no other be told."""
+    while (rank := find_asker()) is None:
+        await trio.sleep(_ASK_S)
+    stop.is_passed_on = True
+    if not stop.requested:
+        say(f"rank {rank} was told to end: stopping after this step, with a checkpoint")
+        if grace_s is not None:
+            await _abandon_after(grace_s / 2, stop, say)
 
 
 async def _abandon_after(seconds: float, stop: StopRequest, say: Callable[[str], None]) -> None:

@@ -41,6 +41,7 @@ from integration.run.directory import (
     measure_seconds,
     prepare_directory,
     read_facts,
+    watch_ranks,
     watch_signals,
 )
 from integration.run.display import Progress
@@ -226,6 +227,7 @@ async def run_until_stopped(
             await nursery.start(watch)
             if group is not None:
                 nursery.start_soon(group.wait_for_loss)
+                nursery.start_soon(watch_ranks, stop, lambda: group.stop_asked_by, progress.say, command.patience.grace_s)
             try:
                 finished = await train(command.mode, command.config, output_dir, control, task)
             finally:

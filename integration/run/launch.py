@@ -183,12 +183,12 @@ def describe_kill(statuses: Mapping[int, int]) -> str | None:
 
 
 def open_group(config: Config, environment: MutableMapping[str, str]) -> RankGroup:
-    """Join the other processes. From then on followers end on rank 0's request and ignore the signals that torchrun sends to all."""
+    """Join the other processes. From then on followers end on rank 0's request, and pass it the signals that they get."""
     from rollouts.backends.ranks.group import join_ranks
     from rollouts.models.loading import parse_device
 
     group = join_ranks(environment, device=parse_device(config.model.device), timeout_s=config.backend.timeout_s)
     if group.rank > 0:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: group.ask_to_stop())
     return group

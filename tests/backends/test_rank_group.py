@@ -562,6 +562,20 @@ def test_an_operation_that_is_done_in_time_ends_nobody():
     assert told == []
 
 
+def test_rank_0_is_told_by_a_heartbeat_that_another_rank_is_to_end():
+    near, far = create_pair()
+    watch, other = LeaderWatch({1: near}, LIMITS), WorkerWatch(1, far, LIMITS, wake=lambda: None)
+    watch.start()
+    other.start()
+    time.sleep(3 * LIMITS.beat_s)
+    assert watch.stop_asked_by is None
+    other.asks_to_stop = True
+    wait_until(lambda: watch.stop_asked_by == 1)
+    other.close()
+    watch.close()
+    assert watch.look().reports == {}
+
+
 def test_a_stuck_rank_is_ended_and_a_waiting_one_woken_when_rank_0_is_gone_or_silent():
     for leader in ("gone", "silent", "says so"):
         for operation in ("forward", None):

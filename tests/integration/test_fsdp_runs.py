@@ -13,11 +13,13 @@ from pathlib import Path
 import needs
 import pytest
 import torch
+import trio
 from forked import PATIENCE_S, Child
 from fsdp_runs import CASES
 from rank_processes import find_free_port, start_ranks
 
 from integration.parts.models import create_model
+from integration.run.directory import StopRequest, watch_ranks
 from integration.run.launch import count_processes, describe_kill, is_follower, needs_launch
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
@@ -246,16 +248,32 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     assert "Traceback" not in error
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, whom in ((signal.SIGINT, "all"), (signal.SIGTERM, "all"), (signal.SIGTERM, "rank 1")):
         launcher = start("-m", "integration.train", "--output-dir", directory, "--resume")
         wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
-        launcher.send_signal(number)
+        os.kill(launcher.pid if whom == "all" else max(children_of(launcher.pid)), number)
         out, error = launcher.communicate(timeout=PATIENCE_S)
         assert launcher.returncode == 130, error
         assert "To go on" in out
+        assert ("rank 1 was told to end" in out) or whom == "all"
         first, *more = error.splitlines()
         assert first == "loading torch and transformers"
         assert not [line for line in more if "Traceback" in line or "is gone" in line], error  # torch and what it loads may warn
+
+
+@pytest.mark.parametrize("is_told_itself", [False, True])
+def test_a_signal_of_another_rank_stops_the_run_once_and_counts_as_no_signal_of_rank_0(is_told_itself: bool):
+    stop, told, asked = StopRequest(), [], iter((None, 1))
+    stop.requested = is_told_itself
+
+    async def watch() -> None:
+        with trio.fail_after(PATIENCE_S):
+            await watch_ranks(stop, lambda: next(asked), told.append, 0.01)
+
+    trio.run(watch)
+    assert stop.is_requested()
+    assert (stop.requested, stop.abandonment.is_requested) == (is_told_itself, not is_told_itself)
+    assert told == ([] if is_told_itself else ["rank 1 was told to end: stopping after this step, with a checkpoint"])
 
 
 @pytest.mark.slow

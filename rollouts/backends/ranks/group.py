@@ -253,6 +253,12 @@ class RankGroup:
         self._broken = reason
         self._watch.abort(reason)
 
+    @property
+    def stop_asked_by(self) -> int | None:
+        """Another rank that has called ask_to_stop(); None = there is none."""
+        assert self._watch is not None, f"rank {self.rank} does not lead"
+        return self._watch.stop_asked_by
+
     async def wait_for_loss(self) -> None:
         """Wait until a rank is lost while nothing is computed, and raise BackendError; for a task beside the run.
 
@@ -289,6 +295,11 @@ class RankGroup:
             raise BackendError(f"rank {gone[0]} is gone in {operation}: {EXPLAIN_LOSS}") from error
 
     # -- the other ranks
+
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to end the run in order. It may be called by a signal handler, and again."""
+        assert self._worker_watch is not None, "rank 0 asks nobody: it leads"
+        self._worker_watch.asks_to_stop = True
 
     def serve(self) -> None:
         """Carry out rank 0's commands until it has left its block. Raises BackendError if it failed or is gone."""

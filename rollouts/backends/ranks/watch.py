@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rollouts.backends.ranks.channel import Channel, ChannelClosed, wait_readable
 from rollouts.errors import BackendError, CheckpointError, ConfigError, DataError, RolloutsError
 
-_BEAT, _FAILED, _ABORT = b"", b"F", b"A"
+_BEAT, _FAILED, _ABORT, _STOP = b"", b"F", b"A", b"S"
 _SEND_S = 5.0
 
 
@@ -116,6 +116,7 @@ class LeaderWatch(_Watch):
         self._trouble_since: float | None = None
         self._is_aborted = False
         self.lost = threading.Event()  # a rank is gone, or the watch is closed
+        self.stop_asked_by: int | None = None  # the rank that was told to end
         self._all_ended = threading.Event()  # no other rank is left
         if not channels:
             self._all_ended.set()
@@ -186,6 +187,8 @@ class LeaderWatch(_Watch):
             else:
                 with self._lock:
                     self._seen[rank] = self._clock.now
+                    if message == _STOP:
+                        self.stop_asked_by = rank
                     if message.startswith(_FAILED):
                         self._reports.setdefault(rank, message.removeprefix(_FAILED).decode())
 
@@ -216,6 +219,7 @@ class WorkerWatch(_Watch):
         self._seen = 0.0
         self._doomed_since: float | None = None
         self.reason: str | None = None  # reason for this rank to end
+        self.asks_to_stop = False  # each heartbeat asks rank 0 to end the run in order; set by signal handlers, so without the lock
 
     def begin(self, operation: str) -> None:
         """Record that the computing thread begins a command."""
@@ -232,7 +236,7 @@ class WorkerWatch(_Watch):
                 self._wake()
 
     def _send_beats(self) -> None:
-        _try_send(self._channel, _BEAT)
+        _try_send(self._channel, _STOP if self.asks_to_stop else _BEAT)
 
     def _receive(self, timeout_s: float) -> None:
         if self.reason is not None:
