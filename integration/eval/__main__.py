@@ -188,17 +188,25 @@ def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
 
 @contextmanager
 def stopped_by_sigterm() -> Generator[None]:
-    """Let the first SIGTERM end the block as Ctrl-C does, with its servers, programs and sandboxes; the second ends at once."""
+    """Let the first SIGTERM end the block as Ctrl-C does, with its servers, programs and sandboxes; the second ends at once.
+
+    A command in the background of a shell script ignores SIGINT, and with it what Ctrl-C does: not in the block.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)
+    ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignores:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        if ignores:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run(command: Command) -> int:

@@ -18,7 +18,7 @@ import trio
 from test_train import SMALL
 
 from integration import train
-from integration.eval.__main__ import main
+from integration.eval.__main__ import main, stopped_by_sigterm
 from integration.eval.summary import choose_ks, compare, summarize, write_table
 from integration.run.stages import CHECKPOINTS
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -337,3 +337,24 @@ def test_an_evaluation_that_is_ended_by_a_signal_goes_on_and_ends_with_the_same_
         assert 6 <= num_done < 36 and not file.read_bytes().endswith(b"\n")
     assert evaluate(parts["model"], *options, "--output-dir", parts["out"], capsys=capsys) == whole
     assert read_lines(parts["out"]) == read_lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("of_sigint", [signal.default_int_handler, signal.SIG_IGN])
+def test_sigterm_ends_what_runs_in_the_background_of_a_script_too_where_sigint_is_ignored(of_sigint: Any):
+    ends: list[str] = []
+
+    async def wait():
+        try:
+            with trio.fail_after(30):
+                signal.raise_signal(signal.SIGTERM)
+                await trio.sleep_forever()
+        finally:
+            ends.append("tidied up")
+
+    found = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, of_sigint)
+    try:
+        with pytest.raises(KeyboardInterrupt), stopped_by_sigterm():
+            trio.run(wait)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), ends) == (found[0], of_sigint, ["tidied up"])
+    finally:
+        signal.signal(signal.SIGINT, found[1])
