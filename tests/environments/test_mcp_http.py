@@ -314,3 +314,34 @@ async def test_secrets_of_headers_are_in_nothing_that_a_server_says(how):
     assert sent[0]["authorization"] == f"Bearer {bearer}" and sent[0]["x-mcp-key"] == key
     assert len(said) == 1 and [secret for secret in (bearer, key) if secret in repr(said)] == [], said
     assert how == "an end" or "***" in str(said[0])
+
+
+LONG_KEY = "canary-" + "0123456789abcdef" * 6 + "-canary"  # pydantic leaves out the middle of what it quotes
+QUOTED = {
+    "no JSON": (200, "application/json", LONG_KEY),
+    "no kind": (200, f"text/{LONG_KEY}", "a"),
+    "no event": (200, "text/event-stream", f"data: {LONG_KEY}\n\n"),
+    "another event": (200, "text/event-stream", f"event: {LONG_KEY}\ndata: {{}}\n\n"),
+    "a bad notification": (
+        200,
+        "text/event-stream",
+        f'data: {{"jsonrpc": "2.0", "method": "notifications/progress", "params": {{"progressToken": 1, "progress": "{LONG_KEY}"}}}}\n\n',
+    ),
+    "behind a long text": (403, "text/plain", f"{'not ' * 45}{LONG_KEY}"),
+}
+
+
+@pytest.mark.parametrize("how", QUOTED)
+async def test_secrets_that_a_server_quotes_where_they_are_cut_or_logged_are_hidden(how, caplog):
+    status, kind, body = QUOTED[how]
+
+    def change(message):
+        return (status, kind, body.encode()) if message["method"] == "tools/call" else None
+
+    with ByHand(change).serve() as (url, _), trio.fail_after(60):
+        async with open_mcp_tools(url, headers={"X-MCP-Key": LONG_KEY}) as tools:
+            with pytest.raises(ToolFault, match=r"the call of say by the MCP server http.* was refused: ") as caught:
+                await call(tools, text="a")
+    told = f"{caught.value} {caught.value.__cause__} {caplog.text}"
+    assert "canary" not in told and caught.value.__cause__ is not None
+    assert bool(caplog.records) == (how != "behind a long text")

@@ -207,8 +207,8 @@ async def test_a_key_of_a_server_is_in_nothing_that_it_says(write_server, how):
             said.append(await call(tools, text="a"))
             await trio.sleep(0)
     except (ToolFault, ToolArgumentError) as error:
-        said += [error, *(cause for cause in [error.__cause__] if isinstance(cause, mcp.McpToolError))]
-    assert len(said) == 2 + (how in ("fails", "refuses")) and "***" in str(said[1:])
+        said += [error, *(cause for cause in [error.__cause__] if cause is not None)]  # the model is told of the cause
+    assert "***" in str(said[1:]) or how == "answers no result"
     assert [secret for secret in (key, "canary-argument", "canary-bearer") if secret in str(said)] == []
     assert not any("canary" in str(one) for one in said if isinstance(one, ToolFault)), "what files of a run have"
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import traceback
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -43,10 +46,12 @@ _MAX_DESCRIPTION_CHARS = 8192  # a tool, without its schema
 _MAX_SCHEMA_CHARS = 32768  # a tool's, as JSON
 _KEPT_STDERR_BYTES = 8192
 _GRACE_S = 2.0  # for a server to end by itself, once its stdin is closed
+_LOGGERS = ("client", "mcp.client.client", "mcp.client.streamable_http", "mcp.shared.jsonrpc_dispatcher")  # mcp quotes servers there
+_QUOTED = re.compile(r", input_value=.*?, input_type=\w+", re.S)  # pydantic leaves the middle out, and a secret would not be known
 
 
 class McpToolError(RuntimeError):
-    """Text of a server about a call that failed: the cause of a ToolFault, and what the model is told."""
+    """Text about a call that failed, mostly the server's, without secrets: the cause of a ToolFault, and what the model is told."""
 
 
 @dataclass
@@ -134,7 +139,8 @@ async def open_mcp_tools(
     if isinstance(server, str):
         mcp_http.check_address(server, headers or {})
         found = McpServer(redact(server)[:200], hide=create_value_hider(headers or {}))
-        async with offer_tools(found, mcp_http.connect(server, headers or {}, _MAX_MESSAGE_BYTES, found.lose), **limits) as tools:
+        transport = mcp_http.connect(server, headers or {}, _MAX_MESSAGE_BYTES, found.lose, found.hide)
+        async with offer_tools(found, transport, **limits) as tools:
             yield tools
         return
     found = await _start(server, environment or {}, directory)
@@ -154,7 +160,7 @@ async def offer_tools(
     from mcp import Client
 
     client = Client(transport, cache=None)
-    with raise_single_errors():
+    with _secrets_hidden_in_log(server.hide), raise_single_errors():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_watch, server, start_s, nursery.cancel_scope)
             if server.child is not None:
@@ -169,6 +175,27 @@ async def offer_tools(
                 nursery.cancel_scope.cancel()
     if server.fault is not None:
         raise server.fault
+
+
+@contextmanager
+def _secrets_hidden_in_log(hide: Callable[[str], str]) -> Generator[None]:
+    """Show secrets as *** in what the package mcp logs within the block."""
+
+    def change(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = _QUOTED.sub("", "".join(traceback.format_exception(*record.exc_info)).rstrip())
+        record.msg, record.args, record.exc_info = hide(record.getMessage()), (), None
+        record.exc_text = hide(record.exc_text or "")
+        return True
+
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addFilter(change)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(change)
 
 
 def _check_place(server: Sequence[str] | str, **given: Any) -> None:
@@ -324,7 +351,7 @@ async def _greet(server: McpServer, client: Client, stack: AsyncExitStack) -> li
     except Exception as error:
         if server.is_gone:
             raise ToolFault(await server.describe_end()) from error
-        what = redact(make_safe(server.hide(" ".join(str(error).split()))))[:300]
+        what = redact(make_safe(server.hide(" ".join(_QUOTED.sub("", str(error)).split()))))[:300]
         raise ToolFault(f"the MCP server {server.name} lists no tools: {type(error).__name__}: {what}") from error
     if cursor is not None or len(listed) > _MAX_TOOLS:
         raise ToolFault(f"the list of the MCP server {server.name} does not end: {len(listed)} tools in {_MAX_PAGES} pages at most")
@@ -407,16 +434,18 @@ async def _call(server: McpServer, client: Client, name: str, max_chars: int, /,
     try:
         result = await client.call_tool(name, arguments)
     except MCPError as error:
+        found = _QUOTED.sub("", error.message) if error.message.startswith("Failed to parse ") else error.message  # by mcp, or the server's
+        text = cut_middle(server.hide(found), max_chars)
         if server.is_gone:
-            raise ToolFault(await server.describe_end()) from error
-        text = cut_middle(server.hide(error.message), max_chars)
+            raise ToolFault(await server.describe_end()) from McpToolError(text)
         if error.code == INVALID_PARAMS:
-            raise ToolArgumentError(text) from error
+            raise ToolArgumentError(text) from McpToolError(text)
         raise ToolFault(f"{where} was refused: {redact(text)!r:.500}") from McpToolError(text)
     except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
         raise ToolFault(await server.describe_end()) from error
     except ValueError as error:  # pydantic's
-        raise ToolFault(f"{where} came to what is no result: {redact(server.hide(str(error)))!r:.500}") from error
+        text = cut_middle(server.hide(_QUOTED.sub("", str(error))), max_chars)
+        raise ToolFault(f"{where} came to what is no result: {redact(text)!r:.500}") from McpToolError(text)
     text = cut_middle(server.hide(_show(result)), max_chars)
     if result.is_error:
         raise ToolFault(f"{where} failed: {redact(text)!r:.500}") from McpToolError(text)

@@ -22,7 +22,9 @@ _FAREWELL_S = 2.0  # for the end of a session
 
 
 @asynccontextmanager
-async def connect(url: str, headers: Mapping[str, str], max_bytes: int, lose: Callable[[str], None]) -> AsyncGenerator[tuple[Any, Any]]:
+async def connect(
+    url: str, headers: Mapping[str, str], max_bytes: int, lose: Callable[[str], None], hide: Callable[[str], str]
+) -> AsyncGenerator[tuple[Any, Any]]:
     """Open the transport of a client: a stream of the server's messages, and one of messages for it.
 
     Args:
@@ -30,8 +32,9 @@ async def connect(url: str, headers: Mapping[str, str], max_bytes: int, lose: Ca
         headers: of each request.
         max_bytes: bytes of one message of the server.
         lose: is called with the reason when the server cannot be reached, or has ended the session.
+        hide: shows secrets in the server's texts as ***, before these are cut.
     """
-    transport = _Transport(max_bytes, lose)
+    transport = _Transport(max_bytes, lose, hide)
     timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # each call has a deadline of its own
     sent = {"accept-encoding": "identity", **headers}
     async with httpx2.AsyncClient(headers=sent, transport=transport, timeout=timeout, trust_env=False) as http:
@@ -58,11 +61,12 @@ def check_address(url: str, headers: Mapping[str, str]) -> None:
 class _Transport(httpx2.AsyncBaseTransport):
     """HTTP connections whose failures are answers of the protocol, and whose answers have a limit."""
 
-    def __init__(self, max_bytes: int, lose: Callable[[str], None]) -> None:
+    def __init__(self, max_bytes: int, lose: Callable[[str], None], hide: Callable[[str], str]) -> None:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
         self._inner = httpx2.AsyncHTTPTransport(trust_env=False, retries=_CONNECT_RETRIES, limits=limits)
         self._max_bytes = max_bytes
         self._lose = lose
+        self._hide = hide
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         if request.method == "DELETE":  # the end of a session, which the server is told whatever ends the block
@@ -76,21 +80,21 @@ class _Transport(httpx2.AsyncBaseTransport):
             response = await self._inner.handle_async_request(request)
             if response.headers.get("content-encoding", "identity") != "identity":
                 await response.aclose()
-                return _refuse(f"an answer is encoded as {response.headers['content-encoding']!r:.80}, which was not asked for")
+                return _refuse(f"an answer is encoded as {self._hide(response.headers['content-encoding'])!r:.80}, which was not asked for")
             if response.headers.get("content-type", "").lower().startswith("text/event-stream") and response.status_code < 400:
                 return response
             body = await self._read(response)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            self._lose(f"it cannot be reached: {_describe(error)}")
+            self._lose(f"it cannot be reached: {self._describe(error)}")
             return _refuse("it cannot be reached")
         except httpx2.TransportError as error:
-            return _refuse(f"the connection failed: {_describe(error)}")
+            return _refuse(f"the connection failed: {self._describe(error)}")
         if body is None:
             return _refuse(f"an answer has more than {self._max_bytes:,} bytes")
         if response.status_code == 404 and "mcp-session-id" in request.headers:
             self._lose("it has ended the session")
         elif response.status_code >= 400 and response.status_code != 404 and not _is_error(body):
-            return _refuse(f"HTTP status {response.status_code}: {_describe(body.decode(errors='replace'))}", response.status_code)
+            return _refuse(f"HTTP status {response.status_code}: {self._describe(body.decode(errors='replace'))}", response.status_code)
         return httpx2.Response(response.status_code, headers=response.headers, content=body)
 
     async def _read(self, response: httpx2.Response) -> bytes | None:
@@ -106,6 +110,9 @@ class _Transport(httpx2.AsyncBaseTransport):
                 await response.aclose()
         return bytes(body)
 
+    def _describe(self, what: object) -> str:
+        return redact(make_safe(self._hide(" ".join(str(what).split()))))[:200] or type(what).__name__
+
     async def aclose(self) -> None:
         await self._inner.aclose()
 
@@ -120,7 +127,3 @@ def _is_error(body: bytes) -> bool:
 def _refuse(what: str, status: int = 502) -> httpx2.Response:
     """Return a failure as an answer of the protocol."""
     return httpx2.Response(status, json={"jsonrpc": "2.0", "id": None, "error": {"code": INTERNAL_ERROR, "message": what}})
-
-
-def _describe(what: object) -> str:
-    return redact(make_safe(" ".join(str(what).split())))[:200] or type(what).__name__
