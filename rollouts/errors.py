@@ -31,6 +31,7 @@ Each message says what was wrong, the value found and what to do. Programmer err
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import sysconfig
@@ -71,7 +72,7 @@ def redact(text: str) -> str:
     return text
 
 
-_SECRET_NAME = re.compile(r"key|token|secret|passw|credential|cookie|auth(?!or(_|s?$))", re.I)
+_SECRET_NAME = re.compile(r"key|token(?!iz)|secret|passw|credential|cookie|auth(?!or(_|s?$))", re.I)
 _PLACE_NAME = re.compile(r"_(path|file|dir|sock|url)$", re.I)
 _MIN_SECRET_LENGTH = 8  # characters; a shorter value is a word that any text may have
 
@@ -86,10 +87,12 @@ def create_value_hider(environment: Mapping[str, str]) -> Callable[[str], str]:
 
     Args:
         environment: variables of the program, or headers of requests to it. Names tell which ones are secret: API_KEY, HF_TOKEN,
-            PASSWORD, Authorization, but not a PASSWORD_FILE. Of several words each is one.
+            PASSWORD, Authorization, but not a PASSWORD_FILE. Of several words each is one, as it is and as JSON has it.
     """
     named = (word for name, value in environment.items() if is_secret_name(name) for word in (value, *value.split()))
-    secrets = sorted({word for word in named if len(word) >= _MIN_SECRET_LENGTH}, key=len, reverse=True)
+    words = {word for word in named if len(word) >= _MIN_SECRET_LENGTH}
+    quoted = {json.dumps(word, ensure_ascii=in_ascii)[1:-1] for word in words for in_ascii in (True, False)}
+    secrets = sorted(words | quoted, key=len, reverse=True)
 
     def hide(text: str) -> str:
         for secret in secrets:

@@ -24,7 +24,7 @@ from rollouts.data.collate import collate_samples
 from rollouts.data.samples import completion_to_sample
 from rollouts.engines.http.checks import check_request
 from rollouts.engines.http.endpoint import HTTPEndpoint, describe_server_error
-from rollouts.engines.http.samples import Generated
+from rollouts.engines.http.samples import Generated, check_generated
 from rollouts.engines.protocol import with_kept_tokens
 from rollouts.engines.sglang.engine import SGLangEngine
 from rollouts.engines.sglang.protocol import (
@@ -810,6 +810,15 @@ def test_sets_come_with_log_probs_over_them():
 def test_sets_that_cannot_be_are_refused(answer: Any, message: str):
     with pytest.raises(EngineProtocolError, match=message):
         parse_sglang_response(answer, ["r"], with_sets=True)
+
+
+@pytest.mark.parametrize("outside", [-1, 32])
+def test_sets_with_tokens_of_another_vocabulary_are_refused(outside: int):
+    (found,) = parse_sglang_response(sets_answer([[9, 5], [6, outside]]), ["r"], with_sets=True)
+    with pytest.raises(EngineProtocolError, match=rf"the token id {outside}, outside the vocabulary of 32: it serves another model"):
+        check_generated(found, SamplingParams(max_tokens=2), 32)
+    (good,) = parse_sglang_response(sets_answer([[0, 5], [6, 31]]), ["r"], with_sets=True)
+    check_generated(good, SamplingParams(max_tokens=2), 32)
 
 
 def test_tokens_of_a_request_that_was_aborted_while_it_waited_have_no_sets_and_are_drawn_anew():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import json
 import pickle
 import re
 import subprocess
@@ -241,3 +242,11 @@ def test_values_of_secret_variables_are_hidden_and_others_are_not():
     })  # fmt: skip
     told = "secret-one-and-more, secret-one, secret-two, Bearer x, somebody, some people, /etc/a-token, /run/agent, short, session=1234"
     assert hide(told) == "***, ***, ***, Bearer x, somebody, some people, /etc/a-token, /run/agent, short, ***"
+
+
+def test_values_of_secret_variables_are_hidden_in_json_and_those_of_tokenizers_are_none():
+    values = {"DB_PASSWORD": 'back\\slash"quote', "API_KEY": "schl\u00fcssel-des-dienstes", "TOKENIZER_NAME": "someone/a-model"}
+    hide = create_value_hider(values)
+    for in_ascii in (True, False):
+        told = hide(json.dumps(values, ensure_ascii=in_ascii))
+        assert json.loads(told) == {"DB_PASSWORD": "***", "API_KEY": "***", "TOKENIZER_NAME": "someone/a-model"}

@@ -142,7 +142,9 @@ def check_generated(result: Generated, params: SamplingParams, vocab_size: int |
     """
     if len(result.tokens) > params.max_tokens:
         raise EngineProtocolError(f"it gave {len(result.tokens)} tokens, but at most {params.max_tokens} were asked for")
-    outside = [token for token in result.tokens if token < 0 or (vocab_size is not None and token >= vocab_size)]
+    limit = math.inf if vocab_size is None else vocab_size
+    kept = np.frombuffer(b"" if result.kept is None else result.kept.data, dtype="<i4")
+    outside = [token for token in result.tokens if not 0 <= token < limit] + kept[(kept < 0) | (kept >= limit)].tolist()
     if outside:
         size = "" if vocab_size is None else f" of {vocab_size}"
         raise EngineProtocolError(
