@@ -7,9 +7,11 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +169,10 @@ async def _cancel_at(place: Place, run: FakeRun, point: int | None) -> tuple[boo
 
 def cancel_and_go_on(place: Place, folder: Path, point: int, steps: int, *, cuts_log: bool = True) -> Counter[str]:
     """Cancel a run at a scheduling point, and go on in its directory. Returns what is wrong, and whether the point was before the end."""
-    run = place.create(folder, steps, cuts_log=cuts_log)
+    run, before = place.create(folder, steps, cuts_log=cuts_log), find_family(os.getpid())
     cancelled, quiet = trio.run(_cancel_at, place, run, point)
-    found = Counter({"points": int(cancelled), "threads left": int(not quiet), "processes left": len(find_family(os.getpid())) - 1})
+    left = find_family(os.getpid()) - before
+    found = Counter({"points": int(cancelled), "threads left": int(not quiet), "processes left": len(left)})
     saved = list_checkpoints(run.checkpoints)
     newest = latest_checkpoint(run.checkpoints) if saved else None
     found["directories without a checkpoint that loads"] = int(bool(saved) and newest is None)
@@ -186,19 +189,42 @@ def cancel_and_go_on(place: Place, folder: Path, point: int, steps: int, *, cuts
 LINES = "runs with lines of metrics lost or repeated"
 
 
+STRETCH = 100  # points that a process takes at once
+
+
+def _cancel_stretch(place: Place, folder: Path, points: range, steps: int) -> Counter[str]:
+    """Cancel a run at these points, or until it ends before one. Returns what is wrong."""
+    found = Counter[str]()
+    for point in points:
+        one = cancel_and_go_on(place, folder, point, steps)
+        found.update(one)
+        if not one["points"]:
+            break
+    return found
+
+
+def _cancel_stretches(stretches: Sequence[tuple[Place, Path, range, int]]) -> list[Counter[str]]:
+    """Cancel at all points: those of a full run in two processes for each core, as runs wait for their files half of the time."""
+    if len(stretches) == len(PLACES):  # a short run
+        return [_cancel_stretch(*stretch) for stretch in stretches]
+    with ProcessPoolExecutor(2 * len(os.sched_getaffinity(0)), mp_context=get_context("spawn")) as processes:
+        return list(processes.map(_cancel_stretch, *zip(*stretches, strict=True)))
+
+
 def cancel_everywhere(amount: Amount) -> Outcome:
     """Cancel each loop at scheduling points of any task, and go on in the same directory for some steps."""
     points = amount.count(8, SPAN)
     span = SPAN if amount.is_full else 200
     distance, found, control, tried = span // points, Counter[str](), Counter[str](), dict[str, int]()
+    stretches: list[tuple[Place, Path, range, int]] = []
     for place in PLACES:
         steps = place.steps if amount.is_full else place.short_steps
-        for number in range(points):
-            one = cancel_and_go_on(place, amount.folder / "now", 1 + distance * number, steps)
-            found.update(one)
-            tried[place.name] = tried.get(place.name, 0) + one["points"]
-            if not one["points"]:
-                break
+        numbers = [range(first, min(first + STRETCH, points)) for first in range(0, points, STRETCH)]
+        moments = [range(1 + distance * part.start, 1 + distance * part.stop, distance) for part in numbers]
+        stretches += [(place, amount.folder / f"{place.name}-{part.start}", part, steps) for part in moments]
+    for (place, *_), one in zip(stretches, _cancel_stretches(stretches), strict=True):
+        found.update(one)
+        tried[place.name] = tried.get(place.name, 0) + one["points"]
     for number in range(12):
         control.update(cancel_and_go_on(PLACES[3], amount.folder / "naive", 1 + 17 * number, 3, cuts_log=False))
     rest: Mapping[str, int] = {name: count for name, count in found.items() if name != "points"}

@@ -9,6 +9,7 @@ import json
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -190,8 +191,12 @@ def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
 def stopped_by_sigterm() -> Generator[None]:
     """Let the first SIGTERM end the block as Ctrl-C does, with its servers, programs and sandboxes; the second ends at once.
 
-    A command in the background of a shell script ignores SIGINT, and with it what Ctrl-C does: not in the block.
+    A command in the background of a shell script ignores SIGINT, and with it what Ctrl-C does: not in the block. In another thread than the
+    main one, which alone may handle signals, the block changes nothing.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

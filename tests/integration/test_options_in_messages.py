@@ -22,7 +22,8 @@ from integration.settings.reward_model import RewardModelConfig
 
 ROOT = Path(__file__).parents[2]
 OF_OTHER_PROGRAMS = [ROOT / path for path in ("rollouts/engines", "rollouts/testing/servers", "rollouts/sandbox")]
-FOREIGN_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--repo-type", "--weight-transfer-config", *MEMORY_ARGS}
+FOREIGN_OPTIONS = {"--admin-api-key", "--api-key", "--hf-token", "--is-embedding", "--repo-type", "--return-sampling-mask", *MEMORY_ARGS}
+FOREIGN_OPTIONS |= {"--weight-transfer-config"}
 PLACEHOLDERS = {"--section.field", "--name", "--api"}  # the last one begins options of servers
 SPELLED_BY_CODE = (
     "integration/settings/option_effects.py",

@@ -519,7 +519,7 @@ def test_dry_run_prints_settings_and_counts_and_leaves_nothing(capsys, tmp_path:
         (["--sft.batch-size", "0"], "--sft.batch-size is 0"),
         (
             ["--generation.top-p", "0.9", "--engine.kind", "vllm", "--engine.urls", "http://127.0.0.1:9"],
-            "the sets of tokens that a server draws from",
+            "the sets of tokens that vLLM draws from",
         ),
         (["--generation.min-p", "0.1", "--backend.kind", "jax"], "log-probs over the whole vocabulary alone"),
         (
