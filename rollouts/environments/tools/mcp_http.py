@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2
 import trio
-from mcp.client.streamable_http import streamable_http_client
 from mcp_types import INTERNAL_ERROR, JSONRPCError, jsonrpc_message_adapter
 
 from rollouts.errors import ConfigError, make_safe, redact
@@ -34,6 +33,8 @@ async def connect(
         lose: is called with the reason when the server cannot be reached, or has ended the session.
         hide: shows secrets in the server's texts as ***, before these are cut.
     """
+    from mcp.client.streamable_http import streamable_http_client
+
     transport = _Transport(max_bytes, lose, hide)
     timeout = httpx2.Timeout(None, connect=_CONNECT_S)  # each call has a deadline of its own
     sent = {"accept-encoding": "identity", **headers}
