@@ -37,7 +37,7 @@ from rollouts.training.saving.run_state import RunInputs, RunState, read_run_sta
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
-_ASK_S = 0.5  # seconds between two looks at whether another rank was told to end
+_ASK_S = 0.5  # seconds between two looks at whether another rank was told to end, or the launcher is gone
 REFERENCE_FILE = "reference.jsonl"
 """File of the stage of preferences with log-probs of the reference."""
 _OWN_FILES = (
@@ -60,7 +60,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self.is_passed_on = False  # another rank was asked: a signal of this process is still its first one
+        self.is_passed_on = False  # another rank was asked, or the launcher is gone: a signal of this process is still its first one
         self.num_steps = 0  # ended steps of this process, all stages together
         self.abandonment = Abandonment()
 
@@ -91,13 +91,17 @@ async def watch_signals(
                     nursery.start_soon(_abandon_after, grace_s / 2, stop, say)
 
 
-async def watch_ranks(stop: StopRequest, find_asker: Callable[[], int | None], say: Callable[[str], None], grace_s: float | None) -> None:
-    """Do as watch_signals at a first signal, once another rank has got one: its machine may be taken away, and no other be told."""
-    while (rank := find_asker()) is None:
+async def watch_ranks(stop: StopRequest, find_cause: Callable[[], str | None], say: Callable[[str], None], grace_s: float | None) -> None:
+    """Do as watch_signals at a first signal, once there is a cause to end that sends this process no signal.
+
+    Args:
+        find_cause: returns, for example, "rank 1 was told to end": its machine may be taken away, and no other be told.
+    """
+    while (cause := find_cause()) is None:
         await trio.sleep(_ASK_S)
     stop.is_passed_on = True
     if not stop.requested:
-        say(f"rank {rank} was told to end: stopping after this step, with a checkpoint")
+        say(f"{cause}: stopping after this step, with a checkpoint")
         if grace_s is not None:
             await _abandon_after(grace_s / 2, stop, say)
 

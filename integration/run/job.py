@@ -47,7 +47,7 @@ from integration.run.directory import (
 from integration.run.display import Progress
 from integration.run.evaluation import check_best
 from integration.run.exit_status import EXIT_STOPPED, EXIT_USAGE
-from integration.run.launch import count_processes, launch, needs_launch, open_group
+from integration.run.launch import count_processes, launch, needs_launch, open_group, watch_launcher
 from integration.run.preferences import run_dpo
 from integration.run.profile import RunProfile
 from integration.run.signal_watch import watch_beside
@@ -224,16 +224,27 @@ async def run_until_stopped(
     with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving):
         async with trio.open_nursery() as nursery:
             watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel, command.patience.grace_s)
+            launcher_is_gone = watch_launcher(os.environ)
             await nursery.start(watch)
+            if group is not None or launcher_is_gone is not None:
+                cause = partial(_find_cause, group, launcher_is_gone)
+                nursery.start_soon(watch_ranks, stop, cause, progress.say, command.patience.grace_s)
             if group is not None:
                 nursery.start_soon(group.wait_for_loss)
-                nursery.start_soon(watch_ranks, stop, lambda: group.stop_asked_by, progress.say, command.patience.grace_s)
             try:
                 finished = await train(command.mode, command.config, output_dir, control, task)
             finally:
                 logger.finish()
             nursery.cancel_scope.cancel()
     return finished
+
+
+def _find_cause(group: RankGroup | None, launcher_is_gone: Callable[[], bool] | None) -> str | None:
+    if launcher_is_gone is not None and launcher_is_gone():
+        return "the process that started this one is gone"
+    if group is not None and group.stop_asked_by is not None:
+        return f"rank {group.stop_asked_by} was told to end"
+    return None
 
 
 def run(command: CommandLine, argv: Sequence[str] = ()) -> int:

@@ -11,7 +11,7 @@ import site
 import sys
 import tempfile
 import uuid
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,6 +159,21 @@ def end_with_launcher(environment: Mapping[str, str]) -> None:
     from rollouts.sandbox.inside.kernel import PR_SET_PDEATHSIG, prctl
 
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def watch_launcher(environment: Mapping[str, str]) -> Callable[[], bool] | None:
+    """Undo end_with_launcher. Returns a function that tells whether torchrun's process is gone, or None if there is none to watch.
+
+    Linux sends that signal once for each thread of a killed process: as a rule two to five times. A run takes the second for a user's
+    order to stop without a checkpoint.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
+        return None
+    from rollouts.sandbox.inside.kernel import PR_SET_PDEATHSIG, prctl
+
+    launcher = os.getppid()  # before the next line: of a launcher that ends between the two, a signal comes
+    prctl(PR_SET_PDEATHSIG, 0)
+    return lambda: os.getppid() != launcher
 
 
 def describe_kill(statuses: Mapping[int, int]) -> str | None:

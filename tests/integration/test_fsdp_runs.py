@@ -20,7 +20,7 @@ from rank_processes import find_free_port, start_ranks
 
 from integration.parts.models import create_model
 from integration.run.directory import StopRequest, watch_ranks
-from integration.run.launch import count_processes, describe_kill, is_follower, needs_launch
+from integration.run.launch import count_processes, describe_kill, is_follower, needs_launch, watch_launcher
 from integration.settings.config import Config
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.backend import BackendSection
@@ -263,7 +263,7 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
 
 @pytest.mark.parametrize("is_told_itself", [False, True])
 def test_a_signal_of_another_rank_stops_the_run_once_and_counts_as_no_signal_of_rank_0(is_told_itself: bool):
-    stop, told, asked = StopRequest(), [], iter((None, 1))
+    stop, told, asked = StopRequest(), [], iter((None, "rank 1 was told to end"))
     stop.requested = is_told_itself
 
     async def watch() -> None:
@@ -274,6 +274,38 @@ def test_a_signal_of_another_rank_stops_the_run_once_and_counts_as_no_signal_of_
     assert stop.is_requested()
     assert (stop.requested, stop.abandonment.is_requested) == (is_told_itself, not is_told_itself)
     assert told == ([] if is_told_itself else ["rank 1 was told to end: stopping after this step, with a checkpoint"])
+
+
+CHILD = """
+import os, signal, time
+from integration.run.launch import end_with_launcher, watch_launcher
+got = []
+signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+environment = {"TORCHELASTIC_RUN_ID": "test"}
+end_with_launcher(environment)
+is_gone = watch_launcher(environment)
+print("ready", is_gone(), flush=True)
+while not is_gone():
+    time.sleep(0.001)
+time.sleep(0.2)  # the kernel's signals come one by one, as the threads end
+print("gone", len(got), flush=True)
+"""
+PARENT = f"""
+import subprocess, sys, threading, time
+for _ in range(50):
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+subprocess.run([sys.executable, "-c", {CHILD!r}])
+"""
+
+
+@needs.LINUX
+def test_a_killed_launcher_with_many_threads_sends_no_signals_that_would_count_as_a_users():
+    launcher = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == "ready False\n"
+    launcher.kill()
+    assert launcher.communicate(timeout=PATIENCE_S)[0] == "gone 0\n"
+    assert watch_launcher({}) is None
 
 
 @pytest.mark.slow
