@@ -72,6 +72,7 @@ def describe(plan: Plan, scratch: str, status: int, parent: int, keep: tuple[int
         "namespaces": plan.confinement.makes_namespaces,
         "isolated": plan.confinement.isolated,
         "count_by_namespace": plan.confinement.isolated and release >= [5, 14],  # earlier kernels count all processes of the user
+        "ids_by_namespace": release >= [6, 14],  # earlier kernels have one limit of process ids, for the whole machine
         "readable": plan.layout.readable,
         "symlinks": plan.layout.symlinks,
         "devices": [path for path in DEVICES if os.path.exists(path)],

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import needs
 import pytest
@@ -20,7 +21,10 @@ import rollouts.sandbox.launch
 import rollouts.sandbox.run
 from rollouts.errors import ConfigError, SandboxError
 from rollouts.sandbox.confinement import Confinement, bubblewrap, namespaces, plain, plan_layout
+from rollouts.sandbox.inside import mounts
 from rollouts.sandbox.inside.landlock import landlock_version
+from rollouts.sandbox.inside.messages import LENGTH_BYTES
+from rollouts.sandbox.launch import Plan, describe
 from rollouts.sandbox.limits import SandboxFailure, SandboxLimits, SandboxResult
 from rollouts.sandbox.run import find_confinement, run_confined, try_confinement
 
@@ -331,6 +335,21 @@ async def test_all_processes_together_cannot_have_more_memory_than_the_limit(lev
     code = "import os, time\nfor i in range(6):\n    if os.fork() == 0: break\nx = b'x' * (60 << 20)\ntime.sleep(1000)"
     result = await run(code, level, SandboxLimits(wall_s=60.0, memory_bytes=150 << 20))
     assert result.failure == SandboxFailure.MEMORY
+
+
+@pytest.mark.parametrize("release,has_limits", [("6.8.0-41-generic", False), ("6.13", False), ("6.14.2", True), ("7.0-rc1", True)])
+def test_no_sandbox_limits_the_process_ids_of_the_whole_machine(release: str, has_limits: bool, tmp_path: Path, monkeypatch):
+    # before Linux 6.14 this file is one for all namespaces, and root may write it from each
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release=release))
+    plan = Plan(namespaces(), SandboxLimits(num_processes=16), plan_layout(()), argv=("true",))
+    config = json.loads(describe(plan, "/scratch", 3, 4, ())[LENGTH_BYTES:])
+    for folder in ("user", "kernel"):
+        (tmp_path / "proc/sys" / folder).mkdir(parents=True)
+    monkeypatch.setattr(mounts, "OUTSIDE", str(tmp_path))
+    mounts._limit_kernel(config)
+    assert (tmp_path / "proc/sys/user/max_user_namespaces").read_text() == "0"
+    written = tmp_path / "proc/sys/kernel/pid_max"
+    assert (written.read_text() if written.exists() else None) == ("324" if has_limits else None)
 
 
 BOMBS = {

@@ -61,9 +61,11 @@ def _make_place(path: str) -> None:
 
 
 def _limit_kernel(config: dict[str, Any]) -> None:
-    """Forbid further user namespaces and (Linux 6.14) limit process ids, where the kernel allows a namespace to."""
-    pids = 300 + config["limits"]["num_processes"] + 8  # the first 300 ids are used only once
-    for name, value in (("user/max_user_namespaces", 0), ("kernel/pid_max", pids)):
+    """Forbid further user namespaces, and limit process ids where a namespace has a limit of its own."""
+    limits = {"user/max_user_namespaces": 0}
+    if config["ids_by_namespace"]:
+        limits["kernel/pid_max"] = 300 + config["limits"]["num_processes"] + 8  # the first 300 ids are used only once
+    for name, value in limits.items():
         with suppress(OSError):
             with open(f"{OUTSIDE}/proc/sys/{name}", "w") as file:
                 file.write(str(value))
