@@ -1,13 +1,15 @@
 """Requests of a gateway per processor second of its process, over an engine that answers at once, with many sessions in flight.
 
-    python -m benchmarks.gateway_requests [--in-flight 100 1000 2000] [--requests 16000] [--repeats 3] [--history 32768] [--output FILE]
+    python -m benchmarks.gateway_requests [--in-flight 100 1000 2000] [--requests 16000] [--repeats 3] [--history 32768] [--sizes S M L]
+        [--output FILE]
 
 The server is a process of its own; only its processor time counts. A session is a conversation of TURNS requests for chat completions,
 which goes on behind its answers. Each connection has SESSIONS sessions, one after the other, and is then followed by another connection:
 whatever the number in flight, there are as many requests, sessions and connections. aiohttp.web is measured, too, where it is installed: a
 handler that reads the same JSON, asks the same engine for the same tokens and writes the same answer, without template, tokenizer and
-recording. The last figure is the time that recording adds to a turn behind a long history: planning the prompt, choosing its seed,
-recording the answer, finding it again.
+recording. A further figure is the time that recording adds to a turn behind a long history: planning the prompt, choosing its seed,
+recording the answer, finding it again. The last ones are a request's share of an answer of 100 tokens of the embedded engine, in processor
+time of one thread, with one answer at a time and with 64.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import trio
 
 from benchmarks.delayed_server import raise_open_files
-from benchmarks.measure import print_table, processor_seconds, write_json
+from benchmarks.measure import MODEL_SIZES, create_model, print_table, processor_seconds, write_json
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.formats import create_text_format
+from rollouts.engines.inprocess.engine import InProcessEngine
 from rollouts.gateway import GatewayConfig, open_gateway
 from rollouts.gateway.requests import Reply, make_key, reply_message
 from rollouts.gateway.sessions import Session, plan_messages
+from rollouts.models.linear import choose_kernels
 from rollouts.testing import FakeEngine
 from rollouts.types import Completion, Message, SamplingParams
 
@@ -217,6 +222,26 @@ async def time_recording(num_tokens: int, num_turns: int) -> float:
     return 1000 * statistics.median(spent[1:])
 
 
+def measure_answers(engine: InProcessEngine, in_flight: int, num_answers: int, num_tokens: int = 100) -> float:
+    """Measure the processor milliseconds of an answer of this many tokens of the embedded engine to prompts of 40 tokens."""
+
+    async def answer(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            completion = await engine.generate(range(3, 43), SamplingParams(max_tokens=num_tokens, seed=number))
+            assert completion.output_len == num_tokens, f"{completion.output_len} of {num_tokens} tokens were generated"
+
+    async def answer_all(number: int) -> None:
+        numbers = iter(range(number))
+        async with trio.open_nursery() as nursery:
+            for _ in range(in_flight):
+                nursery.start_soon(answer, numbers)
+
+    trio.run(answer_all, in_flight)  # warm
+    started = time.process_time()
+    trio.run(answer_all, num_answers)
+    return 1000 * (time.process_time() - started) / num_answers
+
+
 def main() -> None:
     """Parse arguments, measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -224,6 +249,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--history", type=int, default=32768)
+    parser.add_argument("--sizes", nargs="*", choices=sorted(MODEL_SIZES), default=sorted(MODEL_SIZES), help="models of measured answers")
     parser.add_argument("--output")
     parser.add_argument("--serve", choices=(GATEWAY, AIOHTTP), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -237,7 +263,16 @@ def main() -> None:
     print_table("requests of chat completions", table)
     recording = measure_recording(arguments.history)
     print(f"recording a turn behind {arguments.history:,} tokens: {recording:.3f} ms")
-    write_json(arguments.output, {"requests": arguments.requests, "table": table, "recording_ms": recording})
+    request_ms = 1000 / next(iter(table[GATEWAY].values()))
+    shares: dict[str, float] = {}
+    torch.set_num_threads(1)
+    for size in arguments.sizes:
+        engine = InProcessEngine(create_model(size), eos_token_ids=(), max_slots=64, kernels=choose_kernels("cpu"))
+        for number in (1, 64):
+            shares[f"{size}, {number} at a time"] = request_ms / measure_answers(engine, number, max(4, 2 * number))
+    for name, share in shares.items():
+        print(f"a request of the gateway / an answer of 100 tokens of the embedded engine, model {name}: {100 * share:.2f} %")
+    write_json(arguments.output, {"requests": arguments.requests, "table": table, "recording_ms": recording, "shares": shares})
     return None
 
 
