@@ -68,45 +68,46 @@ def test_options_are_parsed_without_a_search_for_help_texts_in_the_source():
 
 
 PROCESS = f"""
-import sys, time
+import sys
 from integration.command import main
 try:
     status = main(sys.argv[1:])
 except SystemExit as end:
     status = end.code
 imported = [name for name in {HEAVY[:5]!r} if name in sys.modules]
-print("end:", status, round(time.process_time(), 3), *imported, file=sys.stderr)
+print("end:", status, len(sys.modules), *imported, file=sys.stderr)
 """
 MAX_LINES, MAX_WIDTH = 55, 150
+MAX_MODULES = 500  # those with 380 take half a second of an idle processor; torch alone has 1,100
 READY = [name for name, program in PROGRAMS.items() if program.module is not None]
 
 
-def time_program(*arguments: str) -> tuple[int, float, list[str], str, str]:
-    """Return (exit status, seconds of processor time, heavy packages imported, stdout, stderr) of a new process of `rollouts`."""
+def start_program(*arguments: str) -> tuple[int, int, list[str], str, str]:
+    """Return (exit status, number of modules imported, heavy packages imported, stdout, stderr) of a new process of `rollouts`."""
     done = subprocess.run(
         [sys.executable, "-c", PROCESS, *arguments], cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120
     )
     told, _, end = done.stderr.rstrip().rpartition("end: ")
     assert end, done.stderr
-    status, seconds, *imported = end.split()
-    return int(status), float(seconds), imported, done.stdout, told
+    status, modules, *imported = end.split()
+    return int(status), int(modules), imported, done.stdout, told
 
 
 @pytest.mark.parametrize("name", READY)
-def test_the_help_of_each_program_is_one_screen_in_less_than_a_second(name: str):
-    status, seconds, imported, out, told = time_program(name, "--help")
+def test_the_help_of_each_program_is_one_screen_and_imports_little(name: str):
+    status, modules, imported, out, told = start_program(name, "--help")
     assert (status, imported, told) == (0, [], "")
-    assert seconds < 1.0
+    assert modules < MAX_MODULES
     lines = out.splitlines()
     assert 5 < len(lines) <= MAX_LINES and max(map(len, lines)) <= MAX_WIDTH
 
 
 @pytest.mark.parametrize("name", READY)
-def test_a_misspelt_option_of_each_program_is_answered_in_less_than_a_second(name: str):
+def test_a_misspelt_option_of_each_program_is_answered_before_much_is_imported(name: str):
     before = {"eval": ["model"], "report": ["run"], "view": ["run"], "convert": ["run", "target"], "reward": ["a.py:f", "--data", "rows"]}
-    status, seconds, imported, out, told = time_program(name, *before.get(name, []), "--hellp")
+    status, modules, imported, out, told = start_program(name, *before.get(name, []), "--hellp")
     assert (status, imported, out) == (2, [], "")
-    assert seconds < 1.0 and "--hel" in told
+    assert modules < MAX_MODULES and "--hel" in told
 
 
 def test_a_run_says_at_once_that_it_loads_torch_and_a_quiet_one_says_nothing(tmp_path: Path):
