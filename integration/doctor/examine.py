@@ -40,6 +40,7 @@ from integration.doctor.texts import (
 from integration.dry_run.checks import check_data_given
 from integration.dry_run.describe import derive_numbers
 from integration.parts.engines import open_engines
+from integration.parts.hub_models import find_models
 from integration.parts.model_settings import find_directory, read_model_config
 from integration.parts.models import create_backend, create_companions, create_model, open_companions
 from integration.parts.rewards import open_task, open_training_reward
@@ -111,6 +112,7 @@ async def examine(command: CommandLine, *, num_rows: int, directory: Path, say: 
     """
     findings: list[Finding] = []
     check_data_given(command.config, command.mode)
+    command = replace(command, config=find_models(command.config, quiet=True)[1])
     config, is_sharded = command.config, command.config.backend.kind == "fsdp"
     if is_sharded:
         config = replace(config, backend=replace(config.backend, kind="pytorch", num_processes=None, fsdp=FSDPConfig()))

@@ -823,7 +823,30 @@ def test_sets_with_tokens_of_another_vocabulary_are_refused(outside: int):
 
 def test_tokens_of_a_request_that_was_aborted_while_it_waited_have_no_sets_and_are_drawn_anew():
     (found,) = parse_sglang_response(answer_of(reason="abort"), ["r"], with_sets=True)
-    assert found == Generated(tokens=(), log_probs=(), labels=(), finish_reason="abort", kept=KeptTokens())
+    assert found == Generated(tokens=(), log_probs=(), labels=(), finish_reason="abort", kept=KeptTokens(), whole_log_probs=())
+
+
+async def test_untempered_log_probs_beside_sets_are_those_of_the_whole_policy_across_syncs(tmp_path):
+    model = create_endless_model(0, hidden_size=32, num_layers=1)
+    model.save_pretrained(tmp_path / "same")
+    params = SamplingParams(max_tokens=40, temperature=1.0, top_k=5, untempered_log_probs=True)
+    found: list[Completion] = []
+
+    async def generate():
+        found.append(await engine.generate((3, 4), with_kept_tokens(params, engine)))
+
+    async with FakeSGLangServer(tmp_path / "same") as server, SGLangEngine(server.url, in_flight="abort") as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate)
+            await wait_for_tokens(server, 5)
+            await engine.update_weights_from_checkpoint(tmp_path / "same")
+    (completion,) = found
+    assert completion.kept_tokens is not None and completion.untempered_log_probs is not None
+    tokens = torch.tensor([completion.input_tokens + completion.output_tokens])
+    with torch.no_grad():
+        log_probs = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[1:, 0]
+    assert completion.untempered_log_probs == pytest.approx(log_probs.tolist(), abs=1e-4)
+    assert min(a - b for a, b in zip(completion.output_log_probs, completion.untempered_log_probs, strict=True)) > 0.1
 
 
 async def test_samples_of_cut_distributions_have_their_sets_and_the_trainers_log_probs_across_syncs(tmp_path):

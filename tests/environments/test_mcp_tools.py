@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from pathlib import Path
 
 import needs
@@ -211,6 +212,25 @@ async def test_a_key_of_a_server_is_in_nothing_that_it_says(write_server, how):
     assert "***" in str(said[1:]) or how == "answers no result"
     assert [secret for secret in (key, "canary-argument", "canary-bearer") if secret in str(said)] == []
     assert not any("canary" in str(one) for one in said if isinstance(one, ToolFault)), "what files of a run have"
+
+
+LISTS = {"an error": "{'error': {'code': -1, 'message': KEY}}", "no tools": "{'tools': [{'name': KEY}]}"}
+
+
+@needs.MCP
+@pytest.mark.parametrize("how", LISTS)
+async def test_a_key_is_in_no_traceback_of_a_server_that_lists_no_tools(write_server, how):
+    command = write_server(f"""
+        KEY, rest = os.environ["API_KEY"], answer
+
+        def answer(method, params):
+            return {LISTS[how]} if method == "tools/list" else rest(method, params)
+    """)
+    key = "".join(["canary-key", "-of-the-server"])  # not as it stands in this file, whose lines a traceback has, too
+    with trio.fail_after(60), pytest.raises(ToolFault, match="lists no tools") as caught:
+        async with open_mcp_tools(command, environment={"API_KEY": key, "LC_ALL": "C"}):
+            pass
+    assert key not in "".join(traceback.format_exception(caught.value))
 
 
 @needs.MCP

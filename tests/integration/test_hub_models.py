@@ -17,7 +17,9 @@ from hub_server import Hub, serve_hub
 
 from integration import command as command_module
 from integration.convert import push
+from integration.doctor import examine
 from integration.parts.hub_models import find_models, names_hub, names_hub_model
+from integration.settings.command_line import parse_command_line
 from integration.settings.config import Config
 from integration.settings.sections.model import ModelSection, ReferenceSection
 from integration.settings.sections.preference import PreferenceSection
@@ -166,6 +168,19 @@ def test_a_run_records_the_commit_and_resumes_with_it_offline(hub: Hub, tmp_path
     more = run_command(hub, home, "--output-dir", "run", "--resume", "--sft.num-steps", "3", HF_HUB_OFFLINE="1")
     assert more.returncode == 0, more.stderr
     assert commit in more.stderr and len(hub.requests) == before
+
+
+async def test_the_doctor_examines_a_model_that_is_named_by_its_name_on_the_hub(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded: list[str | None] = []
+
+    def load(config: Config) -> None:
+        loaded.append(config.model.path)
+        raise ConfigError("it is not loaded here")
+
+    monkeypatch.setattr(examine, "create_model", load)
+    command = parse_command_line(["--mode", "sft", "--model.path", NAME])
+    (finding,) = await examine.examine(command, num_rows=2, directory=tmp_path, say=lambda text: None)
+    assert finding.found == "it is not loaded here" and loaded == [str(find_hub_model(NAME).directory)]
 
 
 def test_a_run_on_a_directory_asks_no_network(hub: Hub, tmp_path: Path, model_directory: Path):

@@ -57,20 +57,22 @@ class _Part:
     finish_reason: FinishReason = "abort"
     experts: RoutedExperts | None = None  # see Generated
     kept: KeptTokens | None = field(default_factory=KeptTokens)  # see Generated
+    whole_log_probs: tuple[float, ...] = ()  # over all tokens, also where log_probs are over sets
 
     def then(self, other: _Part) -> _Part:
         """Return both parts joined, with the finish reason of the other."""
         experts = other.experts if self.experts is None or other.experts is None else self.experts.fill(other.experts)
         kept = None if self.kept is None or other.kept is None else self.kept + other.kept
-        return _Part(
-            self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions, other.finish_reason, experts, kept
-        )
+        whole = self.whole_log_probs + other.whole_log_probs
+        tokens, log_probs, versions = self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions
+        return _Part(tokens, log_probs, versions, other.finish_reason, experts, kept, whole)
 
     def keep(self, n: int) -> _Part:
         """Return the first n tokens."""
         experts = None if self.experts is None else self.experts.take(len(self.experts) - (len(self.tokens) - n))
         kept = None if self.kept is None else self.kept.cut(0, n)
-        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason, experts, kept)
+        whole = self.whole_log_probs[:n]
+        return _Part(self.tokens[:n], self.log_probs[:n], self.versions[:n], self.finish_reason, experts, kept, whole)
 
 
 def count_tokens_to_keep(num_tokens: int, stop: Sequence[str]) -> int:
@@ -104,7 +106,7 @@ def create_completion(request_id: str, prompt: tuple[int, ...], params: Sampling
         temperature=temperature_of_log_probs(kind, params),
         truncated_sampling=params.truncates,
         log_prob_kind=classify_log_probs(kind, params),
-        untempered_log_probs=part.log_probs if params.untempered_log_probs else None,
+        untempered_log_probs=part.whole_log_probs if params.untempered_log_probs else None,
         routed_experts=None if part.experts is None else part.experts.take(len(prompt) + len(part.tokens)),
         kept_tokens=part.kept if params.kept_tokens and params.truncates else None,
     )
@@ -396,7 +398,8 @@ class RequestsInFlight:
         versions = tuple(by_label[label] for label in result.labels)
         check_order(f"{self.name} sampled tokens", versions, oldest_version, may_fall=may_fall)
         kept = KeptTokens() if not result.tokens else result.kept
-        return _Part(result.tokens, result.log_probs, versions, result.finish_reason, result.experts, kept)
+        whole = result.log_probs if result.whole_log_probs is None else result.whole_log_probs
+        return _Part(result.tokens, result.log_probs, versions, result.finish_reason, result.experts, kept, whole)
 
     def _create_wire_id(self) -> str:
         # equal lengths, so that no id is the beginning of another: SGLang aborts by prefix

@@ -27,11 +27,13 @@ class Generated:
     finish_reason: FinishReason
     experts: RoutedExperts | None = None  # experts of prompt and tokens but the last one, which no pass has read; None = not recorded
     kept: KeptTokens | None = None  # sets that the tokens were drawn from; None = not recorded
+    whole_log_probs: tuple[float, ...] | None = None  # over all tokens where log_probs are over these sets; None = log_probs are
 
     def __post_init__(self) -> None:
         n = len(self.tokens)
         assert self.kept is None or len(self.kept) == n, f"{len(self.kept or ())} sets for {n} tokens"
         assert len(self.log_probs) == n, f"{len(self.log_probs)} log-probs for {n} tokens"
+        assert self.whole_log_probs is None or len(self.whole_log_probs) == n, f"{len(self.whole_log_probs or ())} log-probs for {n} tokens"
         assert len(self.labels) == n, f"{len(self.labels)} labels for {n} tokens"
 
 

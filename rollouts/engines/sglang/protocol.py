@@ -258,16 +258,24 @@ def _parse_answer(answer: Any, request_id: str, experts_per_token: int | None, w
     with raise_protocol_errors("/generate", answer):
         tokens, log_probs = _read_tokens(answer, request_id)
         meta = answer["meta_info"]
-        num_told, kept = len(tokens), None
+        num_told, kept, whole = len(tokens), None, None
         if with_sets:
-            tokens, log_probs, kept = _read_sets(meta, tokens, request_id)
+            whole, (tokens, log_probs, kept) = log_probs, _read_sets(meta, tokens, request_id)
         finish_reason = meta["finish_reason"]["type"]
         if finish_reason not in ("stop", "length", "abort"):
             raise EngineProtocolError(f"request {request_id} ended with the unknown finish reason {meta['finish_reason']!r}")
         spans = [(str(span["version"]), int(span["start"]), int(span["end"])) for span in meta["weight_versions"]]
         labels = expand_spans(f"request {request_id}", spans, num_told)[: len(tokens)]
         experts = None if experts_per_token is None or not tokens else _read_experts(meta, len(tokens), experts_per_token)
-    return Generated(tokens=tokens, log_probs=log_probs, labels=labels, finish_reason=finish_reason, experts=experts, kept=kept)
+    return Generated(
+        tokens=tokens,
+        log_probs=log_probs,
+        labels=labels,
+        finish_reason=finish_reason,
+        experts=experts,
+        kept=kept,
+        whole_log_probs=None if whole is None else whole[: len(tokens)],
+    )
 
 
 def _read_sets(meta: Any, tokens: tuple[int, ...], request_id: str) -> tuple[tuple[int, ...], tuple[float, ...], KeptTokens]:

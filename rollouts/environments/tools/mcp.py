@@ -348,11 +348,11 @@ async def _greet(server: McpServer, client: Client, stack: AsyncExitStack) -> li
             cursor = page.next_cursor
             if cursor is None or len(listed) > _MAX_TOOLS:
                 break
-    except Exception as error:
+    except Exception as error:  # not the cause: a traceback would show it with secrets
+        what = f"{type(error).__name__}: {redact(make_safe(server.hide(' '.join(_QUOTED.sub('', str(error)).split()))))[:300]}"
         if server.is_gone:
-            raise ToolFault(await server.describe_end()) from error
-        what = redact(make_safe(server.hide(" ".join(_QUOTED.sub("", str(error)).split()))))[:300]
-        raise ToolFault(f"the MCP server {server.name} lists no tools: {type(error).__name__}: {what}") from error
+            raise ToolFault(await server.describe_end()) from McpToolError(what)
+        raise ToolFault(f"the MCP server {server.name} lists no tools: {what}") from McpToolError(what)
     if cursor is not None or len(listed) > _MAX_TOOLS:
         raise ToolFault(f"the list of the MCP server {server.name} does not end: {len(listed)} tools in {_MAX_PAGES} pages at most")
     return listed
