@@ -221,13 +221,13 @@ async def run_until_stopped(
     )
     saving = watch_saves([output_dir / stage / name for stage in LAST_FIRST for name in (CHECKPOINTS, CRASHES)])
     finished = False
-    with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving):
+    launcher_is_gone = watch_launcher(os.environ)
+    cause = None if group is None and launcher_is_gone is None else partial(_find_cause, group, launcher_is_gone)
+    with raise_single_errors(), watch_beside(command.patience, lambda: stop.num_steps, saving, cause):
         async with trio.open_nursery() as nursery:
             watch = partial(watch_signals, stop, progress.say, nursery.cancel_scope.cancel, command.patience.grace_s)
-            launcher_is_gone = watch_launcher(os.environ)
             await nursery.start(watch)
-            if group is not None or launcher_is_gone is not None:
-                cause = partial(_find_cause, group, launcher_is_gone)
+            if cause is not None:
                 nursery.start_soon(watch_ranks, stop, cause, progress.say, command.patience.grace_s)
             if group is not None:
                 nursery.start_soon(group.wait_for_loss)

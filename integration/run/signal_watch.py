@@ -29,6 +29,7 @@ END_S = 2.0  # seconds from the second signal to the end of the process, for cle
 SAVE_S = 300.0  # most seconds for which the end of a run waits for the checkpoint that is being written
 STUCK_S = 5.0  # seconds from an unanswered alarm to the end of the process
 _TICK_S = 0.1  # seconds between two looks at whether a checkpoint is written
+_ASK_S = 0.5  # seconds between two looks at whether there is a cause to end
 EXIT_STUCK, EXIT_STOPPED = 1, 130
 
 
@@ -43,7 +44,10 @@ class Patience:
 
 @contextmanager
 def watch_beside(
-    patience: Patience | None = None, count_steps: Callable[[], int] = lambda: 0, is_saving: Callable[[], bool] = lambda: False
+    patience: Patience | None = None,
+    count_steps: Callable[[], int] = lambda: 0,
+    is_saving: Callable[[], bool] = lambda: False,
+    find_cause: Callable[[], str | None] | None = None,
 ) -> Generator[None]:
     """Watch signals in the block: the second SIGINT or SIGTERM ends the process, SIGUSR1 prints tasks, an unanswered alarm ends the run.
 
@@ -53,6 +57,7 @@ def watch_beside(
         patience: when a first signal counts as a second one, and when a run without a step is one to look at.
         count_steps: the number of ended steps, asked by another thread.
         is_saving: whether a checkpoint is being written, asked by another thread; up to SAVE_S of that time do not count as grace.
+        find_cause: returns a cause to end that sends this process no signal, or None, asked by another thread: the grace begins then, too.
     """
     patience = patience or Patience()
     if threading.current_thread() is not threading.main_thread():
@@ -67,6 +72,8 @@ def watch_beside(
     threads = [threading.Thread(target=watch.listen, name="signals", daemon=True)]
     if patience.stall_s is not None:
         threads.append(threading.Thread(target=watch.look_for_stalls, args=(patience.stall_s, count_steps), name="stalls", daemon=True))
+    if find_cause is not None and patience.grace_s is not None:
+        threads.append(threading.Thread(target=watch.look_for_cause, args=(patience.grace_s, find_cause), name="cause", daemon=True))
     for thread in threads:
         thread.start()
     try:
@@ -120,6 +127,13 @@ class _Watch:
             elif count != seen:
                 seen, since = count, now
 
+    def look_for_cause(self, grace_s: float, find_cause: Callable[[], str | None]) -> None:
+        """End the run when the grace from a cause to end is over, as from a first signal."""
+        while find_cause() is None:
+            if self.ended.wait(_ASK_S):
+                return
+        self._stop_after(grace_s)
+
     def _hear(self, number: int) -> None:
         if number in (signal.SIGINT, signal.SIGTERM):
             self._num_stops += 1
@@ -137,7 +151,7 @@ class _Watch:
             self._check.start()
 
     def _stop_after(self, grace_s: float) -> None:
-        """Send this process a second signal when the grace is over."""
+        """Send this process a second signal when the grace is over, behind a first one if there was none."""
         left, saving, now = grace_s, SAVE_S, time.monotonic()
         while left > 0:
             if self.ended.wait(min(left, _TICK_S)) or self._num_stops > 1:
@@ -150,7 +164,10 @@ class _Watch:
         with suppress(OSError):
             told = f"the run has not ended within {grace_s:g} s (--grace-s): the step in progress is abandoned\n"
             os.write(2, told.encode())
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2 - self._num_stops):
+            os.kill(os.getpid(), signal.SIGTERM)
+            if self.ended.wait(_TICK_S):
+                return
 
     def _end(self) -> None:
         if not self.ended.wait(END_S):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from page_blocks import ROOT
 
 from integration.run import signal_watch
 from rollouts.training.saving.checkpoints import watch_saves
@@ -44,3 +47,35 @@ def test_only_a_checkpoint_that_this_process_writes_counts(tmp_path: Path):
     assert is_saving()
     own.rmdir()
     assert not is_saving()
+
+
+BLOCKED = """
+import sys, time
+from functools import partial
+import trio
+from integration.run.directory import StopRequest, watch_ranks, watch_signals
+from integration.run.signal_watch import Patience, watch_beside
+
+async def main():
+    stop = StopRequest()
+    cause = lambda: "the process that started this one is gone"
+    with watch_beside(Patience(grace_s=0.2), find_cause=cause):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(partial(watch_signals, stop, print, nursery.cancel_scope.cancel, 0.2))
+            nursery.start_soon(watch_ranks, stop, cause, print, 0.2)
+            if sys.argv[1] == "blocks":
+                time.sleep(60)
+            await trio.sleep(60)
+    print("cleaned up")
+
+trio.run(main)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("blocks", 130), ("waits", 0)])
+def test_a_cause_to_end_without_a_signal_ends_a_run_when_its_grace_is_over(how: str, status: int):
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", BLOCKED, how], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status and time.monotonic() - started < 55, done.stderr
+    assert "has not ended within 0.2 s (--grace-s)" in done.stderr
+    assert ("cleaned up" in done.stdout) == (how == "waits")
