@@ -62,10 +62,10 @@ class Answerer:
                 root, conversation = self._formats.find(request.tools)
                 plan = plan_messages(session, conversation, root, request.messages, show=self._formats.show)
         except DataError as error:
-            where = "messages" if request.prompt is None else "prompt"
-            raise Refusal(400, f"{where}: {error}", param=where, code="invalid_value") from None
+            raise Refusal(400, f"{request.given_as}: {error}", param=request.given_as, code="invalid_value") from None
         if not plan.tokens:
-            raise Refusal(400, "messages: they have no tokens, and a model needs one to go on from", param="messages", code="invalid_value")
+            message = f"{request.given_as}: there are no tokens in it, and a model needs one to go on from"
+            raise Refusal(400, message, param=request.given_as, code="invalid_value")
         eos: Any = self._tokenizer.eos_token_id
         params = choose_params(self._config, session.params or self._config.params, request.wishes, conversation.end_of_turn, eos)
         if not request.is_dry:
@@ -103,7 +103,7 @@ class Answerer:
         if session.tape is not None:
             played = session.tape.play(self._ask(prepared), plan)
             if played is None and isinstance(session.engine, AbsentEngine):
-                with refuse_engine_errors(session):
+                with refuse_engine_errors(session, request.given_as):
                     raise ReplayError(f"the harness differs from the recording, and there is no engine. {session.tape.difference}")
         if played is None:
             found = await self._sample(session, prepared, seeds, name)
@@ -153,7 +153,7 @@ class Answerer:
         self._num_asked += len(seeds)
         done = False
         try:
-            with refuse_engine_errors(session), scope:
+            with refuse_engine_errors(session, prepared.request.given_as), scope:
                 if len(seeds) == 1:
                     await sample(0, scope)
                 else:

@@ -36,6 +36,7 @@ class GatewayRequest:
     messages: tuple[Message, ...] = ()  # history in the client's form; () for a plain text
     tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI's functions
     prompt: str | tuple[int, ...] | None = None  # plain text or tokens instead of messages; None = messages
+    given_as: str = "messages"  # name of the history, or of the plain text, in the client's form
     wishes: Wishes = Wishes()
     stream: bool = False
     include_usage: bool = False  # whether a stream ends with the numbers of tokens

@@ -22,12 +22,16 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def refuse_engine_errors(session: Session) -> Generator[None]:
-    """Turn the errors of an engine into refusals, and note those that are not the request's fault."""
+def refuse_engine_errors(session: Session, field: str) -> Generator[None]:
+    """Turn the errors of an engine into refusals, and note those that are not the request's fault.
+
+    Args:
+        field: name of the prompt in the client's form, which is at fault if it is too long.
+    """
     try:
         yield
     except EngineContextError as error:
-        raise Refusal(400, redact(str(error)), param="messages", code="context_length_exceeded") from None
+        raise Refusal(400, redact(str(error)), param=field, code="context_length_exceeded") from None
     except EngineRequestError as error:
         raise Refusal(400, redact(str(error)), code="invalid_request") from None
     except ReplayError as error:  # not 409, which clients send again

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 from uuid import uuid4
 
 import trio
@@ -27,7 +28,7 @@ from rollouts.gateway.cassettes.tapes import Tapes, find_engines, open_tapes
 from rollouts.gateway.config import GatewayConfig
 from rollouts.gateway.dialects.anthropic_messages import ANTHROPIC_COUNT, ANTHROPIC_MESSAGES
 from rollouts.gateway.dialects.dialect import Dialect, dump, write_openai_refusal
-from rollouts.gateway.dialects.fields import refuse
+from rollouts.gateway.dialects.fields import refuse, refuse_unsupported
 from rollouts.gateway.dialects.openai_chat import OPENAI_CHAT
 from rollouts.gateway.dialects.openai_completions import OPENAI_COMPLETIONS
 from rollouts.gateway.dialects.openai_responses import OPENAI_RESPONSES
@@ -298,6 +299,7 @@ class Gateway:
         name = path.removeprefix("/v1/responses/")
         if name != path and "/" not in name and (is_read or http.method == "DELETE"):
             found = _find_stored(session, name, 404)
+            _check_query(http)
             if session is not None and http.method == "DELETE":
                 del session.stored[name]
                 return HTTPResponse(body=dump({"id": name, "object": "response", "deleted": True}).encode())
@@ -372,8 +374,16 @@ def _find_stored(session: Session | None, name: str, status: int) -> Stored:
     found = None if session is None else session.stored.get(name)
     if found is None:
         message = f"the session keeps no response {name!r:.100}: it was of another session, was sent with store = false, or is deleted"
-        raise Refusal(status, message, param="previous_response_id", code="previous_response_not_found")
+        field = "previous_response_id" if status == 400 else None  # of an address, no field is at fault
+        raise Refusal(status, message, param=field, code="previous_response_not_found" if field else "response_not_found")
     return found
+
+
+def _check_query(http: HTTPRequest) -> None:
+    """Raise Refusal (400) for a query that asks for the events of a kept response: to a client that waits for them its JSON has none."""
+    for name, value in parse_qsl(http.query):
+        if name == "stream" and value.lower() not in ("false", "0"):
+            raise refuse_unsupported("stream", value, "a response that is kept has no events any more: ask for it without")
 
 
 def _check_calls(session: Session, request: GatewayRequest) -> None:

@@ -103,19 +103,23 @@ def _advise_no_config(directory: Path) -> str:
     if (directory / "adapter_config.json").is_file():
         return ". It holds LoRA adapters alone: give the model that they were trained on, or merge them into it (peft's merge_and_unload)"
     found = _find_checkpoint(directory)
-    return f". It is the directory of a run: its newest model is {found}" if found else f": {_COPY}"
+    return f". {_name_newest(found)}" if found else f": {_COPY}"
 
 
 def _advise_no_weights(directory: Path) -> str:
     """Return advice for a directory without weights."""
     found = _find_checkpoint(directory)
     if found:  # the checkpoints of a run are the models
-        return f". It is the directory of a run: its newest model is {found}"
+        return f". {_name_newest(found)}"
     if list(directory.glob("*.gguf")):
         return ". GGUF, which it has, is for llama.cpp alone: take the safetensors from which it was made"
     if list(directory.glob("*.index.json")):
         return f". The files of its index are not there: {_COPY}"
     return f": {_COPY}"
+
+
+def _name_newest(found: Path) -> str:
+    return f"It is the directory of a run: its newest model is {found}"
 
 
 def _find_checkpoint(directory: Path) -> Path | None:
@@ -196,7 +200,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     directory = check_model_directory(path, weights=False)
     files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((directory / name).is_file() for name in files):  # some versions of transformers then return an empty one
-        raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}): copy the files of the model's tokenizer there")
+        found = _find_checkpoint(directory)
+        advice = f". {_name_newest(found)}" if found else ": copy the files of the model's tokenizer there"
+        raise DataError(f"{directory} has no tokenizer (none of {', '.join(files)}){advice}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

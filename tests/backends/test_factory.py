@@ -136,6 +136,8 @@ def test_a_directory_that_is_not_a_model_is_refused_with_what_is_missing(tmp_pat
         (tmp_path / stage / "checkpoints" / "step_0009").mkdir(parents=True)
         with pytest.raises(ConfigError, match=rf"its newest model is .*/{stage}/checkpoints/step_0009"):
             check_model_directory(tmp_path)
+    with pytest.raises(DataError, match=r"no tokenizer .*\. It is the directory of a run: its newest model is .*/rl/checkpoints/step_0009"):
+        load_tokenizer(tmp_path)  # of a teacher it is read first
     (tmp_path / "model.safetensors").write_bytes(b"123")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_hf_model(tmp_path)

@@ -527,6 +527,23 @@ async def test_errors_of_engines_are_answers(error, status, code):
     assert (found, body["error"]["code"]) == (status, code)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("chat/completions", {"messages": [user("x")]}, "messages"),
+        ("completions", {"prompt": "x"}, "prompt"),
+        ("responses", {"input": "x"}, "input"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_used_is_refused_with_its_field(path, body, field):
+    too_long = FakeEngine(error_for=lambda prompt, seed: EngineContextError("too long"))
+    empty = json.loads(json.dumps(body).replace('"x"', '""'))  # without a template it has no tokens
+    async with open_gateway(too_long, TOKENIZER, separator="") as gateway, httpx.AsyncClient() as client:
+        for wrong in (body, empty):
+            answer = await client.post(f"{gateway.url('a')}/{path}", json=wrong)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
 async def test_several_answers_that_an_engine_refuses_at_once_are_one_refusal():
     engine = InProcessEngine(create_tiny_model(), TOKENIZER)
     async with open_gateway(engine, TOKENIZER) as gateway, httpx.AsyncClient() as client:

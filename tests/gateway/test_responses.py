@@ -299,7 +299,23 @@ async def test_a_response_belongs_to_its_session_and_requests_without_one_keep_n
             answer = await client.post(f"{url}/responses", json={"input": "y", "previous_response_id": first["id"]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "previous_response_not_found")
         assert (await client.post(f"{gateway.url('a')}/responses/{first['id']}", json={})).status_code == 404
-        assert (await client.get(f"{gateway.url('b')}/responses/{first['id']}")).status_code == 404
+        answer = await client.get(f"{gateway.url('b')}/responses/{first['id']}")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, None)  # no field of the client's is at fault
+
+
+@needs.OPENAI
+async def test_a_kept_response_is_not_streamed_and_says_so():
+    import openai
+
+    def ask(url):
+        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
+        first = client.responses.create(model="m", input="x")
+        with pytest.raises(openai.BadRequestError, match="has no events any more"):
+            list(client.responses.retrieve(first.id, stream=True))
+        assert client.responses.retrieve(first.id, include=["message.output_text.logprobs"]) == first
+
+    async with open_gateway(FakeEngine(random_answer()), TOKENIZER) as gateway:
+        await trio.to_thread.run_sync(ask, gateway.url("a"))
 
 
 async def test_a_stream_that_fails_ends_with_the_error_event_of_the_api():

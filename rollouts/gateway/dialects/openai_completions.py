@@ -32,7 +32,7 @@ def read_completion(body: Body) -> GatewayRequest:
     wishes = request.wishes
     if wishes.max_tokens is None:
         wishes = replace(wishes, max_tokens=_DEFAULT_MAX_TOKENS)
-    return replace(request, prompt=_read_prompt(fields.get("prompt")), wishes=wishes, log_probs=count is not None)
+    return replace(request, prompt=_read_prompt(fields.get("prompt")), given_as="prompt", wishes=wishes, log_probs=count is not None)
 
 
 def _read_prompt(value: Any) -> str | tuple[int, ...]:

@@ -78,6 +78,7 @@ def read_response(body: Body) -> GatewayRequest:
     return replace(
         request,
         messages=messages,
+        given_as="input",
         answered_calls=answered_calls,
         tools=choose_tools(fields.get("tool_choice"), fields, tuple(map(_read_tool, given))),
         wishes=wishes,

@@ -27,6 +27,7 @@ class HTTPRequest:
 
     method: str
     path: str  # decoded, without the query
+    query: str = ""  # as sent
     headers: Mapping[str, str] = field(default_factory=dict[str, str])  # names in lower case
     body: bytes = b""
 
@@ -141,10 +142,11 @@ class Connection:
 
 
 def _create_request(head: Head) -> HTTPRequest:
-    path = head.target
+    path, query = head.target, ""
     if _PLAIN_PATH.fullmatch(path) is None:
         try:
-            path = unquote(urlsplit(path).path, errors="strict")
+            parts = urlsplit(path)
+            path, query = unquote(parts.path, errors="strict"), parts.query
         except ValueError as error:
             raise Refusal(400, f"the address of the request cannot be read: {error}", code="bad_request") from None
-    return HTTPRequest(method=head.method, path=path, headers=head.headers)
+    return HTTPRequest(method=head.method, path=path, query=query, headers=head.headers)
