@@ -310,7 +310,7 @@ class AgentGenerateFn:
         assert outcome is not None, "the sample of a session has an outcome"
         if report.fault is not None:
             if self._config.failed_reward is None:
-                raise AgentFault(f"the agent of {what} failed: {report.fault}")
+                raise AgentFault(f"the agent of {what} failed: {report.fault}{self._advise()}")
             self._counts["num_agents_stopped" if report.was_stopped else "num_agents_failed"] += 1
             outcome = replace(outcome, failure=Failure.POLICY, error=redact(report.fault))
             reason = StopReason.MAX_TURNS if report.was_stopped else StopReason.AGENT
@@ -321,6 +321,15 @@ class AgentGenerateFn:
             return sample  # a reward function judges it
         details = None if report.reason is None else RewardDetails(reason=report.reason)
         return replace(sample, reward=report.reward, reward_details=details, episode=replace(outcome, environment_reward=report.reward))
+
+    def _advise(self) -> str:
+        """Return what a user can do about a run that ends training; "" where training goes on."""
+        if self._config.on_error != "raise":
+            return ""
+        return (
+            ". Mend the agent, let such runs count with a reward (failed_reward, --agent.failed-reward), run them again, or drop their "
+            "groups (on_error, --agent.on-error retry or drop)"
+        )
 
     async def _play(self, task: AgentTask) -> _Report:
         """Run the program or the function to its end."""

@@ -202,7 +202,10 @@ def test_a_gateway_of_agents_has_no_port_of_its_own():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("ask([{'role': 'user', 'content': 'x'}]); sys.exit('bad luck')", "exit status 1.*bad luck"),
+        (
+            "ask([{'role': 'user', 'content': 'x'}]); sys.exit('bad luck')",
+            r"exit status 1.*bad luck.*--agent\.failed-reward.*--agent\.on-error retry",
+        ),
         ("pass", "sampled nothing: it reports no reward.*It must send its requests to OPENAI_BASE_URL"),
         ("ask([])", r"sampled nothing, since its requests were refused \(1\): it ended with exit status 1"),
         ("ask([{'role': 'user', 'content': 'x'}]); print('{\"reward\": \"much\"}')", "expected a finite number"),
