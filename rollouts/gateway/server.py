@@ -374,7 +374,7 @@ def _find_stored(session: Session | None, name: str, status: int) -> Stored:
     found = None if session is None else session.stored.get(name)
     if found is None:
         message = f"the session keeps no response {name!r:.100}: it was of another session, was sent with store = false, or is deleted"
-        field = "previous_response_id" if status == 400 else None  # of an address, no field is at fault
+        field = "previous_response_id" if status == 400 else None  # an address has no field that is at fault
         raise Refusal(status, message, param=field, code="previous_response_not_found" if field else "response_not_found")
     return found
 
