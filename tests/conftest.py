@@ -19,7 +19,7 @@ WRITES_NO_BYTECODE = sys.dont_write_bytecode  # of PYTHONDONTWRITEBYTECODE, whic
 sys.dont_write_bytecode = False  # pytest keeps the test files as it has compiled them, which takes half of the time of their collection
 
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
-settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("quick")  # another one: --hypothesis-profile=thorough
 
 
