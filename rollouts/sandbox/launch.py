@@ -18,7 +18,7 @@ import trio
 
 from rollouts.checks import parse_json
 from rollouts.errors import SandboxError
-from rollouts.sandbox.confinement import DEVICES, PACKAGE, SCRATCH, Confinement, Layout, interpreter
+from rollouts.sandbox.confinement import DEVICES, OWN_FOLDERS, PACKAGE, SCRATCH, Confinement, Layout, interpreter
 from rollouts.sandbox.inside.messages import LENGTH_BYTES, encode_message, write_all
 from rollouts.sandbox.limits import SandboxLimits
 
@@ -52,6 +52,10 @@ class Plan:
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
                 raise SandboxError(f"a file for the scratch directory must have a relative name without '..', found {name!r}")
+        for path in self.layout.readable if self.confinement.isolated else ():
+            for own in OWN_FOLDERS:
+                if f"{path}/".startswith(f"{own}/"):
+                    raise SandboxError(f"{path} cannot be shown in a sandbox, which has its own {own}: move it, or copy it elsewhere")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -625,6 +626,12 @@ def test_limits_that_make_no_sense_are_refused(field: str, value: float):
 async def test_what_cannot_be_shown_is_an_error():
     with pytest.raises(SandboxError, match="does not exist"):
         plan_layout(["/no/such/folder"])
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+        for level in (bubblewrap(), namespaces()):
+            with pytest.raises(SandboxError, match=f"{shared} cannot be shown in a sandbox, which has its own /dev/shm: move it"):
+                await run_confined("", readable=[shared], confinement=level)
+        Path(shared, "a.txt").write_text("public")
+        assert await ask(f"open({f'{shared}/a.txt'!r}).read()", plain(), readable=[shared]) == "public"
     with pytest.raises(SandboxError, match="is empty"):
         await run_confined([])
     with pytest.raises(SandboxError, match=r"main\.py"):
