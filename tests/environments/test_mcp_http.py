@@ -47,8 +47,9 @@ async def call(tools, name="say", **arguments):
 class ByHand:
     """A server with sessions, as they were before version 2026 of the protocol: `change(message)` may answer in its place."""
 
-    def __init__(self, change=lambda message: None):
+    def __init__(self, change=lambda message: None, session="s1"):
         self.change = change
+        self.session = session
         self.seen = []  # (HTTP method, method of the message or None, headers in lower case)
         self.release = threading.Event()
 
@@ -98,7 +99,7 @@ class ByHand:
                     return
                 self.send_response(status)
                 self.send_header("content-type", kind)
-                self.send_header("mcp-session-id", "s1")
+                self.send_header("mcp-session-id", outer.session)
                 self.send_header("connection", "close")  # so that no answer comes once it listens no more
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -254,6 +255,14 @@ async def test_an_address_that_lists_no_tools_is_refused_with_the_reason(wrong):
     change, message = STARTS[wrong]
     with ByHand(change).serve() as (url, _), trio.fail_after(60), pytest.raises(ToolFault, match=message):
         async with open_mcp_tools(url, start_s=0.3 if wrong == "late" else 50.0):
+            raise AssertionError("it has tools")
+
+
+@pytest.mark.parametrize("session", ["\xff\xfe", "two words", "caf\xe9", "\x7f"])
+async def test_a_session_whose_name_no_request_can_have_is_refused(session):
+    message = "lists no tools: .*the name of the session has other signs than visible ASCII"
+    with ByHand(session=session).serve() as (url, _), trio.fail_after(60), pytest.raises(ToolFault, match=message):
+        async with open_mcp_tools(url):
             raise AssertionError("it has tools")
 
 

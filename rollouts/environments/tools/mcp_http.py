@@ -5,6 +5,7 @@ A failure is an answer here, of the protocol: whatever leaves the transport of `
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from rollouts.errors import ConfigError, make_safe, redact
 _CONNECT_S = 10.0  # one attempt
 _CONNECT_RETRIES = 2
 _FAREWELL_S = 2.0  # for the end of a session
+_VISIBLE = re.compile("[!-~]*")  # what the protocol allows in the name of a session
 
 
 @asynccontextmanager
@@ -82,6 +84,9 @@ class _Transport(httpx2.AsyncBaseTransport):
             if response.headers.get("content-encoding", "identity") != "identity":
                 await response.aclose()
                 return _refuse(f"an answer is encoded as {self._hide(response.headers['content-encoding'])!r:.80}, which was not asked for")
+            if not _VISIBLE.fullmatch(response.headers.get("mcp-session-id", "")):
+                await response.aclose()
+                return _refuse("the name of the session has other signs than visible ASCII, so that no request can have it")
             if response.headers.get("content-type", "").lower().startswith("text/event-stream") and response.status_code < 400:
                 return response
             body = await self._read(response)
