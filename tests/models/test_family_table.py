@@ -66,10 +66,15 @@ def check(family: str, window: int) -> None:
     assert (row.training, row.decoding) == WAYS[family]
     assert row.log_probs <= GENERATOR.LOG_PROB_BAR
     assert row.gradients <= GENERATOR.GRADIENT_BAR
-    if row.engine > GENERATOR.LOG_PROB_BAR:
-        rounding = GENERATOR.measure_rounding(family)
+    check_engine(family, window, row.engine)
+
+
+def check_engine(family: str, window: int, worst: float) -> None:
+    """Differences beyond the bar must be rounding: as far from float64 as transformers' own pass. Processors differ in it."""
+    if worst > GENERATOR.LOG_PROB_BAR:
+        rounding = GENERATOR.measure_rounding(family, window)
         assert rounding.engine[0] <= ROUNDING_RATIO * rounding.own[0], rounding
-        assert row.engine <= 3 * rounding.own[1], (row, rounding)
+        assert worst <= 3 * rounding.own[1], (worst, rounding)
 
 
 def test_the_table_has_every_family_of_the_generator():
@@ -282,7 +287,7 @@ def test_a_held_out_family_is_right_in_rows_of_three_windows(family: str, window
     log_probs, gradients = GENERATOR.compare_training(models[0], models[1], rows)
     assert log_probs <= GENERATOR.LOG_PROB_BAR
     assert gradients <= GENERATOR.GRADIENT_BAR
-    assert trio.run(GENERATOR.compare_engine, models[0], models[2], rows)[1] <= GENERATOR.LOG_PROB_BAR
+    check_engine(family, window, trio.run(GENERATOR.compare_engine, models[0], models[2], rows)[1])
     rounded = models[0].bfloat16()
     assert trio.run(GENERATOR.compare_engine, rounded, copy.deepcopy(rounded), rows)[1] <= 0.15
 

@@ -218,14 +218,14 @@ async def compare_engine(model: Any, served: Any, rows: Sequence[Sequence[int]])
     return decoding, worst
 
 
-def measure_rounding(family: str) -> Rounding:
+def measure_rounding(family: str, window: int = WINDOW) -> Rounding:
     """Compare engine and transformers' own pass with float64, over the sampled tokens of three random models."""
     engine: list[torch.Tensor] = []
     own: list[torch.Tensor] = []
     for seed in range(3):
-        model = create_model(family, seed=seed)
+        model = create_model(family, window, seed=seed)
         exact = copy.deepcopy(model).double()
-        for completion in trio.run(sample_rows, copy.deepcopy(model), draw_rows(WINDOW))[1]:
+        for completion in trio.run(sample_rows, copy.deepcopy(model), draw_rows(window))[1]:
             tokens = torch.tensor([*completion.input_tokens, *completion.output_tokens])
             with torch.no_grad():
                 rounded = read_log_probs(model, tokens)[len(completion.input_tokens) :].double()
