@@ -19,7 +19,7 @@ from rollouts.errors import ConfigError, make_safe, redact
 _CONNECT_S = 10.0  # one attempt
 _CONNECT_RETRIES = 2
 _FAREWELL_S = 2.0  # for the end of a session
-_VISIBLE = re.compile("[!-~]*")  # what the protocol allows in the name of a session
+_VISIBLE = re.compile("[!-~]*")  # characters that the protocol allows in the name of a session
 
 
 @asynccontextmanager
