@@ -14,8 +14,8 @@ from rollouts.sandbox.limits import SandboxLimits
 SCRATCH = "/scratch"  # working directory inside, in memory
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/etc/ld.so.cache", "/etc/alternatives")
-OWN_FOLDERS = ("/proc", "/dev/shm", SCRATCH)  # nothing of the machine's is shown there
 SYSTEM_LINKS = ("/bin", "/lib", "/lib32", "/lib64")  # links into /usr; folders on some systems
+OWN_FOLDERS = ("/proc", "/dev/shm", SCRATCH)  # nothing of the machine's is shown there
 MASKED_FOLDERS = ("sys", "fs", "bus", "driver", "scsi", "acpi", "asound", "irq", "tty")  # in /proc: they describe the machine
 MASKED_FILES = (  # in /proc: they tell the machine's name, its disks and its users' keys
     "cmdline", "swaps", "partitions", "diskstats", "mdstat", "modules", "kallsyms", "kcore", "kmsg", "keys", "key-users", "locks", "iomem",

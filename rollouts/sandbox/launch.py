@@ -53,9 +53,9 @@ class Plan:
             if path.is_absolute() or ".." in path.parts or "\0" in name or not path.parts:
                 raise SandboxError(f"a file for the scratch directory must have a relative name without '..', found {name!r}")
         for path in self.layout.readable if self.confinement.isolated else ():
-            for own in OWN_FOLDERS:
-                if f"{path}/".startswith(f"{own}/"):
-                    raise SandboxError(f"{path} cannot be shown in a sandbox, which has its own {own}: move it, or copy it elsewhere")
+            own = next(filter(PurePosixPath(path).is_relative_to, OWN_FOLDERS), None)
+            if own is not None:
+                raise SandboxError(f"{path} cannot be shown in a sandbox, which has its own {own}: move it, or copy it elsewhere")
 
 
 @dataclass(frozen=True)
