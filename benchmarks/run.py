@@ -54,11 +54,12 @@ class Row:
 
     def describe(self, outcome: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row's object from the outcome of its measurement: figures, a reason to skip it, or an error."""
-        ratio: float | None = outcome.get("figures", {}).get(self.figure)
+        measured: float | None = outcome.get("figures", {}).get(self.figure)
+        ratio = None if measured is None else round(measured, 4)  # rounded before it is judged: `met` agrees with what is printed
         met = None if ratio is None else ratio >= self.target if self.better == "higher" else ratio <= self.target
         told = {name: outcome[name] for name in ("skipped", "error") if name in outcome}
         return {
-            "row": self.row, "size": self.size, "alternative": self.alternative, "ratio": None if ratio is None else round(ratio, 4),
+            "row": self.row, "size": self.size, "alternative": self.alternative, "ratio": ratio,
             "target": self.target, "met": met, "unit": self.unit, "better": self.better, **told,
         }  # fmt: skip
 

@@ -30,7 +30,7 @@ def create_config(model_path: Path, seed: int = 0) -> ConfigStore:
         model=ModelConfig(local_path=str(model_path), device="cpu"),
         inference=InferenceConfig(backend="local", max_tokens=1),
         training=TrainingConfig(
-            learning_rate=2e-3, critic_learning_rate=5e-3, adv_estimator="gae", batch_size=16, n_samples_per_prompt=8, num_minibatches=4,
+            learning_rate=1e-3, critic_learning_rate=2e-3, adv_estimator="gae", batch_size=16, n_samples_per_prompt=8, num_minibatches=4,
             entropy_coef=0.01, seed=seed,
         ),
     )  # fmt: skip

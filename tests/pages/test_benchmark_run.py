@@ -67,6 +67,13 @@ def test_a_row_whose_environment_is_not_named_is_skipped_without_a_process(monke
     assert outcome["skipped"].startswith("VLLM_PYTHON names no Python") and outcome["skipped"].endswith("install_vllm_cpu.sh makes one")
 
 
+def test_a_ratio_is_judged_as_it_is_printed():
+    row = run.Row(row="x", size="S", alternative="y", target=0.5, better="lower")
+    found = row.describe({"figures": {"ratio": 0.50004}})
+    assert (found["ratio"], found["met"]) == (0.5, True)
+    assert row.describe({"figures": {"ratio": 0.50006}})["met"] is False
+
+
 def test_quick_measures_two_sizes_and_full_all_rows():
     quick = [row for _, table in run.plan("quick", []) for row in table]
     full = [row for _, table in run.plan("full", []) for row in table]

@@ -69,4 +69,4 @@ def test_the_quick_start_trains(capsys: pytest.CaptureFixture[str]):
 def test_the_quick_start_learns():
     history = runpy.run_path(str(ROOT / "examples" / "trainer_quick_start.py"))["main"]()
     assert sum(line["reward_mean"] for line in history[:5]) / 5 < 0.1
-    assert sum(line["reward_mean"] for line in history[-5:]) / 5 > 0.8
+    assert sum(line["reward_mean"] for line in history[-5:]) / 5 > 0.95
