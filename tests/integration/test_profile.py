@@ -90,7 +90,7 @@ def test_the_checkpoints_that_the_loops_take_are_calls(tmp_path: Path):
 def test_a_profiled_run_has_the_numbers_of_one_without(options: tuple[str, ...], tmp_path: Path):
     small = (
         "--sft.num-steps 3 --sft.batch-size 8 --rl.num-steps 4 --rl.prompts-per-step 4 --rl.num-minibatches 1 --evaluation.num-prompts 8 "
-        "--quiet --num-threads 1"
+        "--quiet --num-threads 1 --model.hidden-size 32 --model.num-layers 2 --model.intermediate-size 64"
     ).split()
     lines: dict[str, list[dict[str, Any]]] = {}
     for name, more in (("plain", ()), ("profiled", ("--profile.steps", "1"))):

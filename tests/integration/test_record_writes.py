@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import trio
+from forked import Child
 
 from integration.run import step_files
 from integration.run.stages import RunControl, run_rl
@@ -181,6 +180,7 @@ async def test_the_event_loop_is_free_while_the_rollouts_of_an_update_that_was_l
             assert len(threads) == 1 and threads[0] is not threading.current_thread()
 
 
+SIZES = "--model.hidden-size 32 --model.num-layers 1 --model.intermediate-size 32 --num-threads 1".split()
 HUNG = """
 import sys, threading
 from integration.run import step_files
@@ -199,21 +199,14 @@ def test_a_write_that_never_ends_does_not_hold_the_run_for_ever(grace_s: str, tm
     """A disk that hangs: the grace after the first Ctrl-C ends the process, and without one the second Ctrl-C does."""
     argv = ["--mode", "rl", "--rl.num-steps", "7", "--evaluation.num-prompts", "4", "--quiet", "--grace-s", grace_s]
     argv += ["--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", "--output-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", HUNG, *argv], env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        while process.stdout.readline() != "writing\n":
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+    with Child(HUNG, *argv, *SIZES, folder=tmp_path / "process") as child:
+        child.wait_for_lines(1)
+        os.kill(child.pid, signal.SIGINT)
         if grace_s == "None":
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(1.0)
-            process.send_signal(signal.SIGINT)
-        assert process.wait(60.0) == 130
-    finally:
-        process.kill()
+            time.sleep(1.0)
+            assert child.is_alive
+            os.kill(child.pid, signal.SIGINT)
+        assert child.wait() == 130, child.error
 
 
 SLOW = """
@@ -234,18 +227,18 @@ sys.exit(main(sys.argv[1:]))
 def test_after_a_kill_the_record_of_each_step_that_a_checkpoint_counts_is_whole(every: int, tmp_path: Path):
     directory = tmp_path / "run"
     argv = ["--mode", "rl", "--rl.num-steps", "7", "--checkpoint.rl-every", str(every), "--evaluation.num-prompts", "4", "--quiet"]
-    argv += ["--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", "--output-dir", str(directory)]
+    argv += ["--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "4", *SIZES, "--output-dir", str(directory)]
     checkpoints, records = directory / "rl" / "checkpoints", directory / "rl" / "trajectories"
     for kill_at in (every, 2 * every, None):
         resume = ["--resume"] if directory.exists() else []
-        process = subprocess.Popen([sys.executable, "-c", SLOW, *argv, *resume], env=os.environ | {"OMP_NUM_THREADS": "1"})
-        while process.poll() is None:
-            found = [int(path.name.removeprefix("step_")) for path in list_checkpoints(checkpoints)] if checkpoints.is_dir() else []
-            if kill_at is not None and max(found, default=0) >= kill_at:
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.01)
-        assert process.wait() == (0 if kill_at is None else -signal.SIGKILL)
+        with Child(SLOW, *argv, *resume, folder=tmp_path / f"process {kill_at}") as child:
+            while child.is_alive:
+                found = [int(path.name.removeprefix("step_")) for path in list_checkpoints(checkpoints)] if checkpoints.is_dir() else []
+                if kill_at is not None and max(found, default=0) >= kill_at:
+                    child.kill()
+                    break
+                time.sleep(0.01)
+            assert child.wait() == (0 if kill_at is None else -signal.SIGKILL), child.error
         newest = int(list_checkpoints(checkpoints)[-1].name.removeprefix("step_"))
         for step in range(1, newest + 1):
             assert is_whole(records / f"step_{step:04d}.jsonl"), f"step {step} of {newest}, killed at {kill_at}"
