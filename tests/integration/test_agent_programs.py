@@ -13,6 +13,7 @@ import httpx
 import pytest
 from chat_templates import CHATML, create_tokenizer
 from contract_engines import save_model
+from warm_commands import find_programs
 
 from integration.gateway import main as serve
 from integration.settings.config import Config
@@ -140,7 +141,7 @@ def test_the_command_names_its_options_in_what_is_wrong_with_a_cassette(tmp_path
 
 def _ask_served(options: list[str], asks: dict[str, object]) -> httpx.Response:
     """Start the command, ask a session of it, and stop it."""
-    command = [sys.executable, "-m", "integration.gateway", "--port", "0", *options]
+    command = [str(find_programs() or Path(sys.executable).parent) + "/python", "-m", "integration.gateway", "--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
     ) as process:

@@ -261,8 +261,8 @@ def test_pairs_of_the_task_are_right_and_wrong_answers_of_many_kinds():
 
 @pytest.mark.slow
 def test_a_reward_model_ranks_held_out_pairs_and_drives_a_run(tmp_path: Path):
-    """The whole way with the built-in model: about five minutes on one core."""
-    assert main(["--output-dir", str(tmp_path / "rm"), "--num-threads", "1", "--quiet"]) == 0
+    """The whole way with the built-in model, in half of the steps that the command takes by itself: about two minutes on one core."""
+    assert main(["--output-dir", str(tmp_path / "rm"), "--training.num-steps", "200", "--num-threads", "1", "--quiet"]) == 0
     assert json.loads((tmp_path / "rm" / "summary.json").read_text())["accuracy"] > 0.95
     arguments = ["--output-dir", str(tmp_path / "run"), "--reward.model", str(tmp_path / "rm"), "--num-threads", "1", "--quiet"]
     assert train(arguments) == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forked import run
+from warm_commands import find_programs
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -52,15 +53,15 @@ def list_commands(page: Path) -> Iterator[Command]:
 
 def run_command(script: str, folder: Path, variables: Mapping[str, str] | None = None) -> str:
     """Run commands as a user does with an activated environment. Returns what they print; fails where one of them does."""
-    programs = Path(sys.executable).parent
+    programs, warm = Path(sys.executable).parent, find_programs()
     environment = {
         **os.environ,
-        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PATH": f"{f'{warm}:' if warm else ''}{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "200",
     }
-    if not (programs / "rollouts").exists():  # an environment without the scripts of the project
+    if not warm and not (programs / "rollouts").exists():  # an environment without the scripts of the project
         script = f'rollouts() {{ python -m integration.command "$@"; }}\n{script}'
     if not (programs / "torchrun").exists():
         script = f'torchrun() {{ python -m torch.distributed.run "$@"; }}\n{script}'

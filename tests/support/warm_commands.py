@@ -1,0 +1,183 @@
+"""Programs `python` and `rollouts` whose processes begin at once: a server forks them from the process of forked.py.
+
+A page's commands are typed as a user types them, and most of what each takes is the import of PyTorch and transformers. Scripts of Python and
+modules of the project are forked; any other use of Python, such as -c, is a process of its own. What imports itself costs is tested where
+commands start without this.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing import parent_process
+from pathlib import Path
+from typing import Any
+
+from forked import CONTEXT, PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+CLIENT = """
+import json, os, signal, socket, sys
+
+path, python, *argv = sys.argv[1:]
+is_module = argv[:1] == ["-m"] and len(argv) > 1 and argv[1].split(".")[0] == "integration"
+if not is_module and not (argv and argv[0].endswith(".py") and os.path.exists(argv[0])):
+    os.execv(python, [python, *argv])
+server = socket.socket(socket.AF_UNIX)
+server.connect(path)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(number) != signal.SIG_IGN:  # a shell has its programs in the background ignore Ctrl-C
+        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+asked = json.dumps({"argv": argv, "folder": os.getcwd(), "environment": dict(os.environ)}).encode()
+socket.send_fds(server, [len(asked).to_bytes(8, "big")], [0, 1, 2])
+server.sendall(asked)
+status = int(server.makefile().readline() or 1)
+if status < 0:  # a signal ended it
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@functools.cache
+def find_programs() -> Path | None:
+    """Start the server of this process. Returns the directory of the programs, or None where processes cannot be watched."""
+    if not hasattr(os, "pidfd_open"):
+        return None
+    folder = tempfile.TemporaryDirectory(prefix="warm-")
+    atexit.register(folder.cleanup)
+    path = Path(folder.name)
+    (path / "client.py").write_text(CLIENT)
+    for name, more in (("python", ""), ("rollouts", "-m integration.command ")):
+        call = f'exec "{sys.executable}" -I -S "{path / "client.py"}" "{path / "socket"}" "{sys.executable}" {more}"$@"'
+        (path / name).write_text(f"#!/bin/sh\n{call}\n")
+        (path / name).chmod(0o755)
+    CONTEXT.Process(target=serve, args=(str(path / "socket"),), daemon=True).start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not (path / "socket").exists():
+        assert time.monotonic() < deadline, "the server of warm commands does not start"
+        time.sleep(0.01)
+    return path
+
+
+def serve(path: str) -> None:
+    """Fork a process for each connection until the process of the tests ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path + ".new")
+    listener.listen(64)
+    os.rename(path + ".new", path)  # whoever sees the name can connect
+    parent = parent_process()
+    assert parent is not None
+    children: dict[int, socket.socket] = {}  # by process
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ, "client")
+        selector.register(parent.sentinel, selectors.EVENT_READ, "parent")
+        while True:
+            for key, _ in selector.select():
+                match key.data:
+                    case "parent":
+                        for pid in children:
+                            os.kill(pid, signal.SIGKILL)
+                        return
+                    case "client":
+                        connection, _ = listener.accept()
+                        pid = answer(connection, [listener, *children.values()])
+                        children[pid] = connection
+                        selector.register(connection, selectors.EVENT_READ, ("signals", pid))
+                        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, ("end", pid))
+                    case ("signals", pid) if pid in children:
+                        sent = _receive(children[pid])
+                        for number in sent or [signal.SIGKILL]:  # without a client nobody waits for it
+                            os.kill(pid, number)
+                        if not sent:
+                            selector.unregister(children[pid])
+                    case ("end", pid):
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+                        connection = children.pop(pid)
+                        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                        with contextlib.suppress(KeyError):
+                            selector.unregister(connection)
+                        with contextlib.suppress(OSError):
+                            connection.sendall(f"{status}\n".encode())
+                        connection.close()
+                    case _:
+                        pass  # signals for a process that ended in this round
+
+
+def _receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(64)
+    except ConnectionError:
+        return b""
+
+
+def answer(connection: socket.socket, others: Sequence[socket.socket]) -> int:
+    """Read what a client asks for, and fork a process that does it. Returns its id."""
+    header, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+    with connection.makefile("rb") as stream:
+        asked = json.loads(stream.read(int.from_bytes(header, "big")))
+    pid = os.fork()
+    if pid == 0:
+        for each in (connection, *others):
+            each.close()
+        for target, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, target)
+        os._exit(run(**asked))
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return pid
+
+
+def run(argv: list[str], folder: str, environment: dict[str, str]) -> int:
+    """Run a script or a module as Python does with a new process. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("HF_HUB_OFFLINE") == "1":  # read once, by the import
+        from huggingface_hub import constants
+
+        constants.HF_HUB_OFFLINE = True
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(k, "r" if k == 0 else "w", closefd=False) for k in range(3))
+    is_module = argv[0] == "-m"
+    program, sys.argv = argv[is_module], argv[is_module:]
+    named = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    installed = [entry for entry in sys.path if entry and not Path(entry).is_relative_to(ROOT / "tests")]
+    sys.path[:] = [folder if is_module else str(Path(folder, program).parent), *named, *installed]
+    for name, module in list(sys.modules.items()):  # a command finds no helpers of the tests
+        if Path(getattr(module, "__file__", None) or "/").is_relative_to(ROOT / "tests") and name != __name__:
+            del sys.modules[name]
+    status: Any = 0
+    try:
+        runpy.run_module(program, run_name="__main__", alter_sys=True) if is_module else runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    return status or 0
