@@ -72,7 +72,8 @@ def test_a_command_of_the_project_is_run_and_what_is_no_script_has_a_process_of_
 
 def test_signals_reach_a_command_and_it_ends_with_what_started_it(tmp_path: Path):
     (tmp_path / "wait.py").write_text(
-        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\nprint(os.getpid(), flush=True)\ntime.sleep(1000)\n"
+        "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(1000)\n"
     )
     for number, expected in ((signal.SIGTERM, 5), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         process = start(tmp_path, "python", "wait.py")

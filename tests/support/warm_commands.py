@@ -1,8 +1,7 @@
 """Programs `python` and `rollouts` whose processes begin at once: a server forks them from the process of forked.py.
 
-A page's commands are typed as a user types them, and most of what each takes is the import of PyTorch and transformers. Scripts of Python and
-modules of the project are forked; any other use of Python, such as -c, is a process of its own. What imports itself costs is tested where
-commands start without this.
+The commands of a page stand there as a user types them, and most of the time of a small one is the import of PyTorch and transformers. Scripts
+and modules of the project are forked; any other use of Python, such as -c, is a process of its own. The tests of start-up do without this.
 """
 
 from __future__ import annotations
