@@ -1,7 +1,8 @@
 """Programs `python` and `rollouts` whose processes begin at once: a server forks them from the process of forked.py.
 
-The commands of a page stand there as a user types them, and most of the time of a small one is the import of PyTorch and transformers. Scripts
-and modules of the project are forked; any other use of Python, such as -c, is a process of its own. The tests of start-up do without this.
+The commands of a page stand there as a user types them, and most of the time of a small one is the import of PyTorch and transformers.
+Scripts and modules of the project are forked; any other use of Python, such as -c, is a process of its own. The tests of start-up do
+without this.
 """
 
 from __future__ import annotations
