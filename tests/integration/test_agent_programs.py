@@ -13,7 +13,7 @@ import httpx
 import pytest
 from chat_templates import CHATML, create_tokenizer
 from contract_engines import save_model
-from warm_commands import find_programs
+from warm_commands import find_python
 
 from integration.gateway import main as serve
 from integration.settings.config import Config
@@ -141,7 +141,7 @@ def test_the_command_names_its_options_in_what_is_wrong_with_a_cassette(tmp_path
 
 def _ask_served(options: list[str], asks: dict[str, object]) -> httpx.Response:
     """Start the command, ask a session of it, and stop it."""
-    command = [str(find_programs() or Path(sys.executable).parent) + "/python", "-m", "integration.gateway", "--port", "0", *options]
+    command = [find_python(), "-m", "integration.gateway", "--port", "0", *options]
     with subprocess.Popen(
         command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True, preexec_fn=_heed_interrupts
     ) as process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
+from warm_commands import find_python
 
 from integration.eval.__main__ import main as evaluate
 from integration.run.directory import REFERENCE_FILE
@@ -181,7 +183,8 @@ def test_the_dry_run_and_explain_tell_of_preferences(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one(tmp_path: Path):
+def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", find_python())
     assert run("--mode", "dpo", "--quiet", "--output-dir", tmp_path / "one", *SMALL) == 0
     fsdp = ["--backend.kind", "fsdp", "--backend.num-processes", 2]
     assert run("--mode", "dpo", "--quiet", "--output-dir", tmp_path / "two", *SMALL, *fsdp) == 0

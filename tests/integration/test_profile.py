@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trio
+from warm_commands import find_python
 
 from integration.run.profile import RunProfile, Span, describe_steps, phase_spans
 from integration.settings.sections.records import ProfileSection
@@ -87,7 +89,8 @@ def test_the_checkpoints_that_the_loops_take_are_calls(tmp_path: Path):
 @pytest.mark.parametrize(
     "options", [(), ("--rl.asynchronous.enabled",), ("--backend.kind", "fsdp", "--backend.num-processes", "2")], ids=str
 )
-def test_a_profiled_run_has_the_numbers_of_one_without(options: tuple[str, ...], tmp_path: Path):
+def test_a_profiled_run_has_the_numbers_of_one_without(options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", find_python())
     small = (
         "--sft.num-steps 3 --sft.batch-size 8 --rl.num-steps 4 --rl.prompts-per-step 4 --rl.num-minibatches 1 --evaluation.num-prompts 8 "
         "--quiet --num-threads 1 --model.hidden-size 32 --model.num-layers 2 --model.intermediate-size 64"

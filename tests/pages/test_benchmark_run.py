@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_commands import find_python
 
 from benchmarks import run, scaling
 from benchmarks.measure import compare
@@ -15,7 +17,10 @@ FIELDS = {"row", "size", "alternative", "ratio", "target", "met", "unit", "bette
 
 
 @pytest.mark.slow
-def test_every_row_gives_an_object_and_a_stored_run_is_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_row_gives_an_object_and_a_stored_run_is_compared_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "executable", find_python())
     stored = tmp_path / "stored.json"
     assert run.main(["--tiny", "--json", str(stored)]) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
 from page_blocks import ROOT, check_snippets, find_missing, list_commands, run_command
+from warm_commands import find_python
 
 PAGE = ROOT / "docs" / "distillation.md"
 
@@ -26,7 +28,8 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_example_runs_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_example_runs_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", find_python())
     example = runpy.run_path(str(ROOT / "examples" / "distillation.py"))
     size = "--sft.num-steps 2 --rl.prompts-per-step 8 --evaluation.num-prompts 4 --trajectories.every 1"
     arguments = ["--output-dir", str(tmp_path), "--seeds", "1", "--num-steps", "1", *size.split()]

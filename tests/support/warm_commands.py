@@ -32,10 +32,11 @@ ROOT = Path(__file__).parents[2]
 CLIENT = """
 import json, os, signal, socket, sys
 
-path, python, *argv = sys.argv[1:]
-is_module = argv[:1] == ["-m"] and len(argv) > 1 and argv[1].split(".")[0] == "integration"
+path, python, *typed = sys.argv[1:]
+argv = typed[1:] if typed[:1] == ["-P"] else typed
+is_module = argv[:1] == ["-m"] and len(argv) > 1 and argv[1].split(".")[0] in ("integration", "benchmarks")
 if not is_module and not (argv and argv[0].endswith(".py") and os.path.exists(argv[0])):
-    os.execv(python, [python, *argv])
+    os.execv(python, [python, *typed])
 server = socket.socket(socket.AF_UNIX)
 server.connect(path)
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -72,6 +73,12 @@ def find_programs() -> Path | None:
         assert time.monotonic() < deadline, "the server of warm commands does not start"
         time.sleep(0.01)
     return path
+
+
+def find_python() -> str:
+    """Return the program `python`: what tests put in the place of sys.executable."""
+    programs = find_programs()
+    return str(programs / "python") if programs else sys.executable
 
 
 def serve(path: str) -> None:
