@@ -13,6 +13,7 @@ from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.chat.tokenize import tokenize_prompt
 from rollouts.data.preference_pairs import PreferencePair
 from rollouts.data.recorded import RecordedGroups
+from rollouts.data.rows.loaded import LazyRows
 from rollouts.errors import ConfigError
 from rollouts.rewards.answers import exact_match
 from rollouts.types import Prompt, Sample
@@ -92,10 +93,10 @@ def create_sort_task(
     return Task(
         name=name,
         description=f"sort {min_digits} to {max_digits} digits ({quality})",
-        train_prompts=tuple(_sort_prompt(digits) for digits in train),
+        train_prompts=LazyRows(num_train, lambda i: _sort_prompt(train[i])),
         heldout_prompts=tuple(_sort_prompt(digits) for digits in heldout),
         sft_samples=_demonstrations(tokenizer, train, answers),
-        heldout_samples=_demonstrations(tokenizer, tuple(heldout), _answer_heldout(tuple(heldout), seed, wrong_fraction)),
+        heldout_samples=tuple(_demonstrations(tokenizer, tuple(heldout), _answer_heldout(tuple(heldout), seed, wrong_fraction))),
         reward_fn=exact_match,
         max_tokens=max_digits + 2,
     )
@@ -122,30 +123,29 @@ def _sort_prompt(digits: str) -> Prompt:
     return Prompt(content=f"s{digits}=", metadata={"ground_truth": "".join(sorted(digits))})
 
 
-def _demonstrations(tokenizer: PreTrainedTokenizerBase, problems: Sequence[str], answers: Sequence[str]) -> tuple[Sample, ...]:
-    """Return one Sample per problem: the prompt as in RL, then answer and end of text, with the loss on both of these."""
+def _demonstrations(tokenizer: PreTrainedTokenizerBase, problems: Sequence[str], answers: Sequence[str]) -> LazyRows[Sample]:
+    """Return one Sample per problem, made when it is read: the prompt as in RL, then answer and end of text, with the loss on these two."""
     eos = tokenizer.eos_token_id
     assert isinstance(eos, int), f"the tokenizer's eos_token_id is {eos!r}, expected one id"
     ids = _read_character_ids(tokenizer)
-    samples: list[Sample] = []
-    for index, (digits, answer) in enumerate(zip(problems, answers, strict=True)):
-        prompt = f"s{digits}="
+
+    def demonstrate(index: int) -> Sample:
+        prompt, answer = f"s{problems[index]}=", answers[index]
         if ids is None:
             prompt_tokens = tokenize_prompt(tokenizer, prompt)
             response_tokens: Sequence[int] = tokenizer(answer, add_special_tokens=False)["input_ids"]  # type: ignore[assignment]
         else:
             prompt_tokens, response_tokens = tuple(ids[c] for c in prompt), [ids[c] for c in answer]
-        samples.append(
-            Sample(
-                prompt=prompt,
-                tokens=(*prompt_tokens, *response_tokens, eos),
-                loss_mask=(0.0,) * len(prompt_tokens) + (1.0,) * (len(response_tokens) + 1),
-                response=answer,
-                index=index,
-                group_index=index,
-            )
+        return Sample(
+            prompt=prompt,
+            tokens=(*prompt_tokens, *response_tokens, eos),
+            loss_mask=(0.0,) * len(prompt_tokens) + (1.0,) * (len(response_tokens) + 1),
+            response=answer,
+            index=index,
+            group_index=index,
         )
-    return tuple(samples)
+
+    return LazyRows(len(problems), demonstrate)
 
 
 def is_character_tokenizer(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -21,7 +21,7 @@ PAGES = sorted(DOCS.glob("how-to-*.md"))
 NAMES = {"sft", "rl", "rewards", "agents", "lora", "servers", "several-gpus", "asynchronous"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # once for each worker, whose tests of this file need not follow one another
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the model and the rows of the page about one's own, and the model that the page about SFT makes."""
     folder = tmp_path_factory.mktemp("start")
