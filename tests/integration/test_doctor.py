@@ -582,7 +582,7 @@ def test_the_page_names_each_check_and_its_command_is_understood():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_default_job_and_an_episode_task_are_sound(capsys: pytest.CaptureFixture[str]):
-    """A run with environments is killed and resumed by tests of its own, as is every stage."""
+    """A run with environments is stopped and resumed by tests of its own."""
     calculator = ["--task", "calculator", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "2", "--resume-timeout-s", "0"]
     for argv, resumed in (([], "pass"), (calculator, "skip")):
         assert main([*argv, "--json", "--rows", "4"]) == 0

@@ -248,7 +248,7 @@ def test_the_command_starts_its_processes_and_all_end_when_one_is_killed(tmp_pat
     assert "Traceback" not in error
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
-    for number, whom in ((signal.SIGINT, "all"), (signal.SIGTERM, "rank 1")):  # torchrun's handler of both signals is the same
+    for number, whom in ((signal.SIGTERM, "all"), (signal.SIGTERM, "rank 1")):  # torchrun's handler of SIGINT is the same
         launcher = start("-m", "integration.train", "--output-dir", directory, "--resume")
         wait_for_step(directory, len(steps_of(read_metrics(directory / "metrics.jsonl"))) + 1, [])
         os.kill(launcher.pid if whom == "all" else max(children_of(launcher.pid)), number)

@@ -52,13 +52,13 @@ def server(start: Path) -> Iterator[str]:
     thread.join(60)
 
 
-def check_page(page: Path, folder: Path, variables: dict[str, str] | None = None) -> None:
-    """Run the commands of a page in their order."""
+def check_page(page: Path, folder: Path, variables: dict[str, str] | None = None, *, cold: bool = False) -> None:
+    """Run the commands of a page in their order; cold: as run_command."""
     assert write_files(page, folder) or page.name == "how-to-lora.md"
     commands = list(list_commands(page))
     assert any(command.printed for command in commands), f"{page.name} shows nothing of what is printed"
     for command in commands:
-        printed = run_command(command.script, folder, variables)
+        printed = run_command(command.script, folder, variables, cold=cold)
         missing = find_missing(command.printed or "", printed)
         assert not missing, f"{page.name}: {command.script}did not print {missing}, but\n{printed}"
 
@@ -105,7 +105,7 @@ def test_a_model_and_data_of_ones_own_go_from_nothing_to_curves(start: Path, tmp
     shutil.copytree(start, folder)
     (command,) = (command for command in list_commands(START) if "rollouts train" in command.script)
     assert len(command.script.splitlines()) + 4 < 15, "the reward has four lines"
-    check_page(START, folder)
+    check_page(START, folder, cold=True)
     assert (folder / "runs" / "mine" / "curves.png").stat().st_size > 5000
 
 

@@ -51,9 +51,13 @@ def list_commands(page: Path) -> Iterator[Command]:
             yield Command(text, blocks[k + 1][1] if follows else None)
 
 
-def run_command(script: str, folder: Path, variables: Mapping[str, str] | None = None) -> str:
-    """Run commands as a user does with an activated environment. Returns what they print; fails where one of them does."""
-    programs, warm = Path(sys.executable).parent, find_programs()
+def run_command(script: str, folder: Path, variables: Mapping[str, str] | None = None, *, cold: bool = False) -> str:
+    """Run commands as a user does with an activated environment. Returns what they print; fails where one of them does.
+
+    Args:
+        cold: start each in a process of its own, which imports everything itself; see warm_commands.py.
+    """
+    programs, warm = Path(sys.executable).parent, None if cold else find_programs()
     environment = {
         **os.environ,
         "PATH": f"{f'{warm}:' if warm else ''}{programs}:{os.environ['PATH']}",
