@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import needs
 import pytest
 import trio
+from warm_commands import find_python
 
 from integration.parts.server_fleet import ServerUpkeep, open_server_fleet, spread_config
 from rollouts.chat.char_tokenizer import create_char_tokenizer
@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.slow, needs.LINUX, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
-SERVER = """
+SERVER = f"""
 import sys
-sys.path.insert(0, {root!r})
+sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 import trio
 from rollouts.testing import FakeVLLMServer
@@ -54,7 +54,8 @@ async def open_fleet(folder: Path, said: list[str], **upkeep: Any) -> AsyncGener
     create_char_tokenizer().save_pretrained(model)
     (model / WEIGHT_VERSION_FILE).write_text(json.dumps({"weight_version": 0}))
     python = folder / "python"
-    python.write_text(f"#!{sys.executable}\n{SERVER.format(root=str(ROOT))}")
+    (folder / "serve.py").write_text(SERVER)
+    python.write_text(f'#!/bin/sh\nexec "{find_python()}" "{folder / "serve.py"}" "$@"\n')
     python.chmod(0o755)
     config = ServerConfig("vllm", str(model), str(python), device="cpu")
     settings = {"environment": {"PATH": os.defpath, "OMP_NUM_THREADS": "1"}, "max_restarts": 1, **upkeep}
@@ -71,8 +72,8 @@ async def open_fleet(folder: Path, said: list[str], **upkeep: Any) -> AsyncGener
 
 
 def find_pid(log_path: Path) -> int:
-    """The server that writes this log."""
-    for entry in Path("/proc").iterdir():
+    """The server that writes this log: the last of the processes that do, which started each other."""
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda entry: int(entry.name), reverse=True):
         with contextlib.suppress(OSError, ValueError):
             pid = int(entry.name)
             supervised = b"server_supervisor" not in (entry / "cmdline").read_bytes()
