@@ -12,7 +12,7 @@ from rollouts.backends.factory import create_pytorch_backend
 from rollouts.errors import CheckpointError
 from rollouts.testing import create_tiny_model
 
-pytestmark = [pytest.mark.more, needs.TORCHAO]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(400), needs.TORCHAO]  # torch.compile takes a minute of an idle core
 
 
 def create_backend(moments="8bit", dtype=torch.float32, lr=3e-3):
