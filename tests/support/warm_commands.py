@@ -168,20 +168,26 @@ def answer(connection: socket.socket, others: Sequence[socket.socket]) -> int | 
         header, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
         with connection.makefile("rb") as stream:
             asked = json.loads(stream.read(int.from_bytes(header, "big")))
-        pid = os.fork()
-        if pid == 0:
+    except (OSError, ValueError):
+        connection.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return None
+    pid = os.fork()
+    if pid == 0:
+        try:  # whatever is wrong, this process does not go on as a second server
             for each in (connection, *others):
                 each.close()
             for target, descriptor in enumerate(descriptors):
                 os.dup2(descriptor, target)
             os.closerange(3, max(descriptors) + 1)
             os._exit(run(**asked))
-    except (OSError, ValueError):
-        connection.close()
-        return None
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    for descriptor in descriptors:
+        os.close(descriptor)
     return pid
 
 
