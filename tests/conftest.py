@@ -3,9 +3,11 @@ tests that stand together go to one worker, where they share fixtures, until ano
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, and for the processes that tests start
@@ -36,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file without the mark that few tests have, where these are asked for: all files take half a minute of a core."""
+    mark = config.option.markexpr
+    if mark in ("more", "gpu", "vllm", "sglang", "mutations") and collection_path.name.startswith("test_"):
+        return f"mark.{mark}" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests have ten minutes, unless they say how long they have; tests against a real server need one."""
     for item in items:
@@ -46,10 +56,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
+@pytest.fixture(autouse=True)
+def _draw_on_request(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw no curves, which takes a small one longer than its training, but in tests with the fixture `matplotlib`."""
+    if "matplotlib" not in request.fixturenames:
+        monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)  # as if it were not installed
+
+
+@pytest.fixture
+def matplotlib() -> None:
+    """The package that draws, for tests that look at pictures; others do as on a machine without it."""
+    pytest.importorskip("matplotlib")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The modules and the tests stay: passes of the garbage collector leave them out, each of which would look at some 700,000 objects.
 
     Modules that tests write and import are compiled as the environment says.
     """
     gc.freeze()
+    count, frozen = gc.get_freeze_count, gc.get_freeze_count()
+    gc.get_freeze_count = functools.wraps(count)(lambda: frozen)  # each run asks; counting them anew takes a tenth of a small run
     sys.dont_write_bytecode = WRITES_NO_BYTECODE

@@ -34,6 +34,7 @@ from integration.run.signal_watch import Patience
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import TRAINING, Screen, name_as_started, show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
+from integration.settings.narrowing import narrow, widen
 from integration.settings.option_effects import (
     COMMAND_OPTIONS,
     IdleOption,
@@ -282,8 +283,15 @@ def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
     Like tyro.cli, except that a ConfigError of our own checks is raised as it is (tyro would print it wrapped, in a frame), and that
     --help-all is --help, which lists everything.
     """
-    printed, program = io.StringIO(), name_as_started(program)
     argv = ["--help" if argument == "--help-all" else argument for argument in argv]
+    if not isinstance(default, type) and "--help" not in argv and "-h" not in argv:
+        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+            return widen(default, _parse(argv, narrow(default, argv), program))
+    return _parse(argv, default, program)  # with all options in the message, where one is refused
+
+
+def _parse(argv: Sequence[str], default: T | type[T], program: str) -> T:
+    printed, program = io.StringIO(), name_as_started(program)
     try:
         with contextlib.redirect_stderr(printed), ignore_closed_stdout():
             if isinstance(default, type):

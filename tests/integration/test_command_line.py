@@ -14,11 +14,12 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import pytest
 from forked import run
 
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE, list_flags, parse_command_line, print_all_options
+from integration.settings.command_line import CONFIG_FILE, RUN_FILE, _Arguments, _parse, list_flags, parse_command_line, print_all_options
 from integration.settings.config import Config
 from integration.settings.help_text import list_sections as show_sections
 from integration.settings.help_text import show_help
 from integration.settings.made.library import create_model_config
+from integration.settings.narrowing import narrow, widen
 from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.model import ModelSection
@@ -84,6 +85,40 @@ def test_options_are_spelled_as_the_command_takes_them():
             elif value and (value.lower() in {"true", "false", "1", "0"} if switch else choices and value not in (*choices, "out")):
                 wrong.append(f"{path.relative_to(ROOT)}: {found.group()} has a value that it does not take")
     assert len(settings) > 100 and wrong == []
+
+
+def spell_value(name: str, value: Any) -> list[str]:
+    """Arguments that change a setting, or may; none for those whose values are no single word."""
+    if isinstance(value, bool):
+        section, dot, last = name.rpartition(".")
+        return [spell_option(f"{section}{dot}no_{last}" if value else name)]
+    if value is None or not isinstance(value, int | float | str):
+        return []
+    return [spell_option(name), str(value + 1 if isinstance(value, int) else "a" if value == "" else value)]
+
+
+@pytest.mark.parametrize("part", range(16))
+def test_the_parser_of_the_options_that_are_named_reads_what_that_of_all_options_reads(part: int):
+    default = Config()
+    default = replace(default, rl=replace(default.rl, num_steps=3))  # of a file of settings, say
+    options = [spell_value(name, value) for name, value in list_options(default)]
+    argv = ["--mode", "rl", *(word for words in options[part::16] for word in words)]
+    outcomes: list[object] = []
+    for parse in (
+        lambda: _parse(argv, _Arguments(config=default), "x"),
+        lambda: widen(_Arguments(config=default), _narrowly(argv, default)),
+    ):
+        try:
+            outcomes.append(parse())
+        except ConfigError as error:
+            outcomes.append(str(error))
+    assert len(argv) > 10 and outcomes[0] == outcomes[1]
+
+
+def _narrowly(argv: list[str], default: Config) -> Any:
+    narrowed = narrow(_Arguments(config=default), argv)
+    assert len(dict(list_options(narrowed))) < len(dict(list_options(default))) / 3
+    return _parse(argv, narrowed, "x")
 
 
 @pytest.mark.parametrize("flags", [["--skip-bad-rows"], ["--data.skip-bad-rows"]])

@@ -60,7 +60,7 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def test_a_run_learns_from_generated_pairs_and_tells_what_it_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_learns_from_generated_pairs_and_tells_what_it_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str], matplotlib: None):
     assert run("--mode", "dpo", "--output-dir", tmp_path / "run", *SMALL, "--preference.optimizer.lr", "5e-3") == 0
     lines = values(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4] and {line["stage"] for line in lines} == {"dpo"}

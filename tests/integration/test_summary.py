@@ -18,6 +18,8 @@ from rollouts.asynchronous.config import AsyncConfig
 from rollouts.data.trajectories import write_samples
 from rollouts.types import Sample
 
+pytestmark = pytest.mark.usefixtures("matplotlib")
+
 
 def sft_line(step: int, **metrics: float) -> dict[str, Any]:
     return {"stage": "sft", "step": step, **metrics}

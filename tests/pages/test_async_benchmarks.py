@@ -41,6 +41,7 @@ def test_every_correction_is_a_setting_of_the_main_job(correction: str):
     assert ("prox_log_probs" in config.algorithm.requires) is (correction != "none")
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_learning_curves_are_summed_up_and_drawn(tmp_path: Path):
     run = {"seed": 0, "seconds": 2.0, "accuracy": [0.2, 0.4, 0.6], "reward": [0.3, 0.5], "staleness": [0.0, 1.0], "ratio_kl": [0.0, 0.1]}
     runs = {async_learning.name_contender("none", 1): [run, {**run, "seed": 1, "accuracy": [0.2, 0.5], "reward": [0.5]}]}

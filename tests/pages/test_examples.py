@@ -57,6 +57,7 @@ def test_gigpo_goes_from_the_episode_to_the_gradient(capsys: pytest.CaptureFixtu
     assert f"{num_steps} trained" in stages[4]
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_what_a_comparison_tells(tmp_path: Path):
     example = runpy.run_path(str(ROOT / "examples" / "gigpo_grid_world.py"))
     settings = example["Settings"](groups_per_iteration=2, episodes_per_batch_group=3)

@@ -12,6 +12,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.logs.figures import draw_comparison, draw_run
 from rollouts.training.metrics import JSONLLogger
 
+pytestmark = pytest.mark.usefixtures("matplotlib")
 ROOT = Path(__file__).parents[2]
 HELD_OUT = {"eval_accuracy": 0.01, "eval_accuracy_sampled": 0.0}
 SFT = [{"stage": "sft", "step": s, "loss": 4.0 / (s + 1), **(HELD_OUT if s % 5 == 0 else {})} for s in range(21)]
