@@ -66,7 +66,6 @@ def _draw_on_request(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def matplotlib() -> None:
     """The package that draws, for tests that look at pictures; others do as on a machine without it."""
-    pytest.importorskip("matplotlib")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -21,11 +21,11 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_origin, get_type_hints
 
 import tyro
 
@@ -34,7 +34,6 @@ from integration.run.signal_watch import Patience
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import TRAINING, Screen, name_as_started, show_help
 from integration.settings.log_levels import DEFAULT_LEVEL, parse_log_level
-from integration.settings.narrowing import narrow, widen
 from integration.settings.option_effects import (
     COMMAND_OPTIONS,
     IdleOption,
@@ -44,6 +43,7 @@ from integration.settings.option_effects import (
     spell_option,
 )
 from integration.settings.other_names import describe_unknown, explain_other_names
+from integration.settings.sections.descriptions import describe_section
 from integration.settings.sections.stages import RLSection
 from integration.settings.sources import Place, find_places, name_settings
 from integration.settings.task_defaults import create_default_config, find_default
@@ -308,6 +308,46 @@ def _parse(argv: Sequence[str], default: T | type[T], program: str) -> T:
         raise
     finally:
         sys.stderr.write(printed.getvalue())
+
+
+def narrow(arguments: object, argv: Sequence[str]) -> Any:
+    """Return arguments as an instance of a dataclass that has, of their fields, those that the flags may name.
+
+    Args:
+        arguments: instance of a dataclass. Its plain fields stay; those of the dataclasses in it, such as a configuration, stay if their
+            name is a part of a flag: rl, asynchronous and enabled of --rl.asynchronous.no-enabled.
+        argv: arguments of the command line.
+    """
+    parts = {part for argument in argv for part in argument.partition("=")[0].lstrip("-").replace("-", "_").split(".")}
+    return _narrow(arguments, frozenset({*parts, *(part.removeprefix("no_") for part in parts)}), is_outermost=True)
+
+
+def _narrow(whole: Any, names: frozenset[str], *, is_outermost: bool = False) -> Any:
+    hints = get_type_hints(type(whole), include_extras=True)
+    kept: list[tuple[str, Any, Any]] = []
+    values: dict[str, Any] = {}
+    for part in fields(whole):
+        if not is_outermost and part.name not in names:
+            continue
+        value, kind = getattr(whole, part.name), hints[part.name]
+        if is_dataclass(value):
+            value = _narrow(value, names)
+            if not fields(value):
+                continue
+            kind = Annotated[type(value), *getattr(kind, "__metadata__", ())] if get_origin(kind) is Annotated else type(value)
+        kept.append((part.name, kind, field(metadata=describe_section("-"))))  # tyro would look for one in the source
+        values[part.name] = value
+    return make_dataclass(type(whole).__name__, kept, frozen=True, kw_only=True)(**values)
+
+
+def widen(arguments: T, narrowed: Any) -> T:
+    """Return arguments with the values of the fields that narrowed ones have. Raises what the checks of their classes raise."""
+    changed = {part.name: getattr(narrowed, part.name) for part in fields(narrowed)}
+    for name, value in changed.items():
+        whole = getattr(arguments, name)
+        if is_dataclass(whole):
+            changed[name] = widen(whole, value)
+    return replace(arguments, **changed)  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
 
 
 def answer_help(argv: Sequence[str], create: Callable[[], object], program: str, screen: Screen = TRAINING) -> list[str]:

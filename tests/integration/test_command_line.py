@@ -14,12 +14,21 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import pytest
 from forked import run
 
-from integration.settings.command_line import CONFIG_FILE, RUN_FILE, _Arguments, _parse, list_flags, parse_command_line, print_all_options
+from integration.settings.command_line import (
+    CONFIG_FILE,
+    RUN_FILE,
+    _Arguments,
+    _parse,
+    list_flags,
+    narrow,
+    parse_command_line,
+    print_all_options,
+    widen,
+)
 from integration.settings.config import Config
 from integration.settings.help_text import list_sections as show_sections
 from integration.settings.help_text import show_help
 from integration.settings.made.library import create_model_config
-from integration.settings.narrowing import narrow, widen
 from integration.settings.option_effects import COMMAND_OPTIONS, find_changes, list_options, spell_option
 from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.model import ModelSection
