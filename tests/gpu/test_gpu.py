@@ -19,6 +19,7 @@ import torch
 import trio
 from samples import draw_batch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen2Config, Qwen3Config
+from warm_commands import find_python
 
 from integration.dry_run.memory import Training, training_parts
 from integration.dry_run.sizes import read_sizes
@@ -50,8 +51,9 @@ ROOT = Path(__file__).parents[2]
 LENGTHS = [37, 5, 64, 64, 20, 51]
 LIMITS = {"float32": 2e-4, "bfloat16": 0.3}  # of a log-prob, in nats, against the model's own forward pass in float32
 
-SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
-SIZES |= {"vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+WIDTH, VOCAB = (512, 32_000) if ON_CUDA else (128, 2_000)  # a CPU checks these tests, on sizes of its own
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 3 * WIDTH, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+SIZES |= {"vocab_size": VOCAB, "max_position_embeddings": 4096, "tie_word_embeddings": True}
 FAMILIES = {
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=128),
@@ -107,7 +109,7 @@ def test_one_call_for_all_rows_is_a_call_for_each_length(window: int | None, num
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_micro_batch_is_submitted_without_waiting_for_the_device(dtype: str):
     backend = create_pytorch_backend(make_model(), lr=1e-4, device=DEVICE, compute_dtype=dtype)
-    batch = draw_batch(0, LENGTHS, vocab_size=32_000)
+    batch = draw_batch(0, LENGTHS, vocab_size=VOCAB)
     options = OutputOptions(compute_dtype=getattr(torch, dtype), with_entropy=True)
     backend.forward_backward(batch, sft_loss, with_entropy=True)  # allocates
     torch.cuda.set_sync_debug_mode("error")  # any wait raises
@@ -122,7 +124,7 @@ def test_a_micro_batch_is_submitted_without_waiting_for_the_device(dtype: str):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_log_probs_are_those_of_transformers(family: str, dtype: str):
-    model, batch = make_model(family), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(family), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     backend = create_pytorch_backend(copy.deepcopy(model), lr=1e-4, device=DEVICE, compute_dtype=dtype)
     found = backend.forward(batch, get_log_probs).value
     assert found.dtype == torch.float32
@@ -134,7 +136,7 @@ def test_log_probs_are_those_of_transformers(family: str, dtype: str):
 
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("bfloat16", 5e-2)])
 def test_gradients_are_those_of_transformers(dtype: str, limit: float):
-    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     own, reference = copy.deepcopy(model), model
     total = sum(run_natively(reference, batch.tokens[i, :length]).sum() for i, length in enumerate(LENGTHS))
     (-total / batch.loss_mask.sum()).backward()
@@ -168,7 +170,7 @@ def test_log_probs_of_chunks_are_those_of_float64(dtype: torch.dtype, chunk_size
 
 
 async def test_worker_threads_beside_a_generating_engine_give_what_direct_calls_give():
-    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     direct, threaded = (create_pytorch_backend(copy.deepcopy(model), lr=1e-4, device=DEVICE, compute_dtype="bfloat16") for _ in range(2))
     expected, found = [], []
     for _ in range(3):
@@ -184,7 +186,7 @@ async def test_worker_threads_beside_a_generating_engine_give_what_direct_calls_
 
 
 def test_a_restored_checkpoint_has_the_same_weights_and_the_same_next_step(tmp_path: Path):
-    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     first, second = (create_pytorch_backend(copy.deepcopy(model), lr=1e-3, device=DEVICE, compute_dtype="bfloat16") for _ in range(2))
     first.forward_backward(batch, sft_loss)
     first.optim_step()
@@ -229,7 +231,7 @@ async def test_the_embedded_engine_reports_the_log_probs_of_transformers_and_rep
 def test_steps_of_cuda_graphs_have_the_logits_of_ordinary_steps(family: str, dtype: torch.dtype, limit: float):
     models = [make_model(family, dtype) for _ in range(2)]
     ordinary, recorded = (SlotModel(m, max_slots=8, name="engine", cuda_graphs=i == 1) for i, m in enumerate(models))
-    rows = torch.randint(3, 32_000, (8, 600), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = torch.randint(3, VOCAB, (8, 600), generator=torch.Generator().manual_seed(0)).tolist()
     lengths = [250, 5, 60, 17, 400, 33, 508, 9]  # some grow into other buckets
     for update in range(3):
         for count in (1, 3, 5, 8, 2):
@@ -251,7 +253,7 @@ def test_steps_of_cuda_graphs_have_the_logits_of_ordinary_steps(family: str, dty
 
 @needs.cuda()
 async def test_an_engine_with_cuda_graphs_reports_the_log_probs_of_transformers_beside_training():
-    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     backend = create_pytorch_backend(copy.deepcopy(model), lr=1e-4, device=DEVICE)
     found = {}
     async with InProcessEngine(copy.deepcopy(model), eos_token_ids=(), cuda_graphs=True) as engine, open_pipeline(backend) as pipeline:
@@ -273,7 +275,7 @@ async def test_an_engine_with_cuda_graphs_reports_the_log_probs_of_transformers_
 
 
 def test_fsdp_on_one_rank_in_bfloat16_is_the_single_process():
-    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, LENGTHS, vocab_size=VOCAB)
     single = create_pytorch_backend(copy.deepcopy(model), lr=1e-4, device=DEVICE, compute_dtype="bfloat16")
     ranks = init_distributed(DEVICE)
     try:
@@ -340,7 +342,7 @@ def test_the_memory_of_a_step_is_the_one_that_the_dry_run_computes(tokens: int):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    model, batch = make_model(), draw_batch(0, [512] * (tokens // 512), vocab_size=32_000)
+    model, batch = make_model(), draw_batch(0, [512] * (tokens // 512), vocab_size=VOCAB)
     computed = sum(part.size for part in training_parts(read_sizes(model.config), Training(tokens=tokens, precision="bfloat16")))
     backend = create_pytorch_backend(model, lr=1e-4, device=DEVICE, compute_dtype="bfloat16")
     for _ in range(3):
@@ -366,7 +368,7 @@ async def test_the_turns_of_a_conversation_report_the_log_probs_of_transformers(
 async def test_weights_of_the_trainer_reach_the_engine_unchanged():
     model = make_model()
     backend = create_pytorch_backend(make_model("qwen2"), lr=1e-2, device=DEVICE)
-    backend.forward_backward(draw_batch(0, LENGTHS, vocab_size=32_000), sft_loss)
+    backend.forward_backward(draw_batch(0, LENGTHS, vocab_size=VOCAB), sft_loss)
     backend.optim_step()
     served = copy.deepcopy(model)
     async with InProcessEngine(served, eos_token_ids=()) as engine:
@@ -394,7 +396,9 @@ def test_the_default_job_learns(tmp_path: Path, arguments: tuple[str, ...]):
 
 @pytest.mark.timeout(1200)
 @(needs.cuda(2) if ON_CUDA else needs.gpu())
-def test_two_ranks_train_as_one(tmp_path: Path):
+def test_two_ranks_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if not ON_CUDA:
+        monkeypatch.setattr(sys, "executable", find_python())  # which has imported torch, and whose forks may not use CUDA
     small = ["--mode", "sft", "--sft.num-steps", "4", "--backend.compute-dtype", "float32", "--evaluation.num-prompts", "8", "--quiet"]
     losses = []
     for count in (1, 2):
