@@ -159,6 +159,7 @@ def test_every_panel_has_at_least_four_sizes():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
 def test_panels_are_measured_and_drawn(tmp_path: Path):
     names = ["rows", "slots", "context", "turns"]
     scaling.main(["--repeats", "1", "--smallest", "2", "--folder", str(tmp_path), "--only", *names])

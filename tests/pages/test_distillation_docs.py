@@ -28,6 +28,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("matplotlib")
 def test_the_example_runs_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", find_python())
     example = runpy.run_path(str(ROOT / "examples" / "distillation.py"))
