@@ -358,6 +358,7 @@ def test_commands_of_the_guide_are_understood():
         assert parse_arguments(command.split()).simulation.hours >= 1.0
 
 
+@pytest.mark.usefixtures("matplotlib")
 def test_the_command_line_prints_json_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     picture = tmp_path / "run.png"
     arguments = "--engines 2 --slots 8 --hours 0.2 --mean-tokens 100 --token-rate 10 --train-s 5 --max-staleness 2 --json --picture"
