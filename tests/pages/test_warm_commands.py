@@ -73,6 +73,14 @@ def test_a_command_of_the_project_is_run_and_what_is_no_script_has_a_process_of_
     assert "\nusage: rollouts " in "\n" + run(tmp_path, "rollouts", "train", "--help", PYTHONPATH=root)[1]
 
 
+def test_a_command_that_cannot_begin_ends_with_the_reason_and_the_server_goes_on(tmp_path: Path):
+    (tmp_path / "pid.py").write_text("import os; print(os.getppid())")
+    server = run(tmp_path, "python", "pid.py")
+    status, out, error = run(tmp_path, "python", "pid.py", OMP_NUM_THREADS="many")
+    assert (status, out) == (1, "") and error.endswith("invalid literal for int() with base 10: 'many'\n")
+    assert [run(tmp_path, "python", "pid.py") for _ in range(3)] == 3 * [server]  # a second server would answer some
+
+
 def test_signals_reach_a_command_and_it_ends_with_what_started_it(tmp_path: Path):
     (tmp_path / "wait.py").write_text(
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
