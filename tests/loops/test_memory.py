@@ -95,7 +95,7 @@ async def measure_growth(loop: str, history_steps: int | None, num_steps: int) -
 @pytest.mark.parametrize("num_steps", [pytest.param(240, id="short"), pytest.param(1200, id="long", marks=pytest.mark.slow)])
 async def test_memory_does_not_grow_with_the_steps(loop: str, num_steps: int):
     flat = await measure_growth(loop, 1, num_steps)
-    grows = await measure_growth(loop, None, 240)
+    grows = await measure_growth(loop, None, 120)
     limit = 30 if num_steps > 1000 else 150
     assert flat < limit, f"{flat:.0f} bytes a step"
     assert grows > flat + 200, f"{grows:.0f} bytes a step, and {flat:.0f} without a history: the control does not show it"
