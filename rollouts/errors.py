@@ -51,8 +51,9 @@ def _hide_query(match: re.Match[str]) -> str:
 # each pattern takes one pass over any text: a scheme is seen by its end, an address without a query is passed over as a whole, and the
 # word in a name is looked for once
 _SECRETS = (
-    # user and password in an address, then its query and fragment; an address that was taken for a path has one slash
-    (re.compile(r"((?<=[a-z0-9+.-]{2}):/{1,2})[^\s/?#]*@", re.I), r"\1***@"),
+    # user and password in an address, also with slashes that should have been escaped, then its query and fragment; an address that was
+    # taken for a path has one slash
+    (re.compile(r"((?<=[a-z0-9+.-]{2}):/{1,2})(?:[^\s/?#]*|[^\s/?#@:]*:(?!\d+/)[^\s?#'\"]{0,100})@", re.I), r"\1***@"),
     (re.compile(r"((?<=[a-z0-9+.-]{2}):/{1,2}[^\s?#'\"]*+)(?:([?#])[^\s'\"]+)?", re.I), _hide_query),
     (re.compile(r"([?&](?=[\w.-]*?(?:key|token|secret|passw|sig|auth))[\w.-]*+=)[^\s&#'\"]+", re.I), r"\1***"),
     (re.compile(r"(--?(?:[\w.]*\.)?(?:api[-_]?key|hf[-_]token|password)(?:=|[ ,'\"]+))[^\s'\",-][^\s'\",]*", re.I), r"\1***"),
