@@ -81,7 +81,7 @@ def explain_other_names(unknown: Sequence[str]) -> list[str]:
 
 
 def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
-    """Return the message about flags that name no option, with the options of a similar name.
+    """Return the message about flags that name no option, with the options of a similar name, or those of their section.
 
     Args:
         unknown: flags as typed.
@@ -92,16 +92,24 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
     for flag in sorted(known):
         by_last.setdefault(_last_part(flag), []).append(flag)
     for flag in unknown:
-        if inside := sorted(option for option in known if option.startswith(f"{flag.replace('_', '-')}.")):
-            section = flag.removeprefix("--").replace("-", "_")
-            lines.append(f"  {flag} is a section: its settings are {', '.join(inside[:_MOST_SIMILAR])}, ...; --help {section} lists them")
+        if settings := _tell_settings(flag, known):
+            lines.append(f"  {flag} is a section: its settings are {settings}")
             continue
         whole = difflib.get_close_matches(flag, known, n=3, cutoff=0.8)
         alike = difflib.get_close_matches(_last_part(flag), by_last, n=3, cutoff=0.8)
         similar = list(dict.fromkeys([*whole, *(option for last in alike for option in by_last[last])]))[:_MOST_SIMILAR]
         if similar:
             lines.append(f"  {flag}: Perhaps you meant: {', '.join(similar)}")
+        elif settings := _tell_settings(flag.rpartition(".")[0], known):
+            lines.append(f"  {flag}: settings of this section are {settings}")
     return "\n".join(lines)
+
+
+def _tell_settings(section: str, known: Collection[str]) -> str:
+    """Return the first options of a section, "" if there is none of that name."""
+    inside = sorted(option for option in known if option.startswith(f"{section.replace('_', '-')}.")) if section else []
+    named = ", ".join([*inside[:_MOST_SIMILAR], *(["..."] if len(inside) > _MOST_SIMILAR else [])])
+    return f"{named}; --help {section.removeprefix('--').replace('-', '_')} lists them" if inside else ""
 
 
 def _last_part(flag: str) -> str:

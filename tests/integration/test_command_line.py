@@ -147,6 +147,12 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
     assert "Perhaps you meant: --rl.num-steps" in exit_message(["--rl.num-step", "3"], capsys)
 
 
+def test_an_option_that_is_like_none_of_its_section_is_answered_with_those(capsys: pytest.CaptureFixture[str]):
+    told = exit_message(["--evaluation.interval", "5"], capsys)
+    assert "--evaluation.interval: settings of this section are --evaluation.num-prompts, --evaluation.sampled; --help evaluation" in told
+    assert "settings of this section" not in exit_message(["--evaluating.interval", "5"], capsys)
+
+
 def test_similar_options_are_those_of_a_similar_whole_or_last_part_and_the_values_of_flags_are_no_options(
     capsys: pytest.CaptureFixture[str],
 ):
