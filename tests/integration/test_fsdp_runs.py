@@ -62,7 +62,7 @@ def compare(folder: Path, cases: str, *, num_steps: int, stop_after: int, num_ra
     """Return the findings of COMPARE."""
     children = start_ranks(COMPARE, num_ranks, folder, cases, num_steps, stop_after, folder=folder)
     try:
-        assert [child.wait() for child in children] == [0] * num_ranks, [child.error for child in children]
+        assert [child.wait(6 * PATIENCE_S) for child in children] == [0] * num_ranks, [child.error for child in children]
     finally:
         for child in children:
             child.kill()

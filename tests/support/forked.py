@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 
 PATIENCE_S = 100  # for what takes less than a second, on a machine that has other things to do
+LIFETIME_S = 900  # of any process: whatever becomes of the tests, it does not stay
 
 START_METHOD = "forkserver"
 """Start method that tests pass to multiprocessing and torch.multiprocessing."""
@@ -69,11 +70,11 @@ class Child:
             time.sleep(0.001)
         return lines
 
-    def wait(self) -> int:
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
         """Its exit status, once it has ended; minus the signal's number if one ended it."""
-        self._process.join(PATIENCE_S)
+        self._process.join(patience_s)
         status = self._process.exitcode
-        assert status is not None, f"it has not ended after {PATIENCE_S} s: {self.error}"
+        assert status is not None, f"it has not ended after {patience_s} s: {self.error}"
         return status
 
     def kill(self) -> None:
@@ -83,7 +84,7 @@ class Child:
 
 
 def _run(code: str, argv: list[str], out: str, error: str) -> None:
-    signal.alarm(3 * PATIENCE_S)  # whatever becomes of the tests, it does not stay
+    signal.alarm(LIFETIME_S)
     for descriptor, path in ((1, out), (2, error)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(opened, descriptor)
