@@ -240,7 +240,9 @@ def _refuse_unknown_flags(argv: Sequence[str], config: Config, program: str) -> 
     if flags:
         help_line = f"  {name_as_started(program)} --help lists the options"
         told = [
-            describe_unknown(flags, [flag for flag in list_flags(config) if ".no-" not in flag]),
+            describe_unknown(
+                flags, [flag for flag in list_flags(config) if not flag.removeprefix("--").rpartition(".")[2].startswith("no-")]
+            ),
             *explain_other_names(unknown),
             *_advise_equals(argv, config, flags),
             help_line,
@@ -281,13 +283,23 @@ def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
     """Return the dataclass `default` changed by flags, or one of a class whose fields flags fill in.
 
     Like tyro.cli, except that a ConfigError of our own checks is raised as it is (tyro would print it wrapped, in a frame), and that
-    --help-all is --help, which lists everything.
+    --help-all is --help, which lists everything. A parser of the named options alone is made in a sixth of the time; what it refuses goes
+    to one of all options, whose messages name those that are similar.
     """
     argv = ["--help" if argument == "--help-all" else argument for argument in argv]
-    if not isinstance(default, type) and "--help" not in argv and "-h" not in argv:
-        with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-            return widen(default, _parse(argv, narrow(default, argv), program))
-    return _parse(argv, default, program)  # with all options in the message, where one is refused
+    if isinstance(default, type) or any(argument in ("--help", "-h") or argument.startswith("--tyro-") for argument in argv):
+        return _parse(argv, default, program)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            narrowed = _parse(argv, narrow(default, argv), program)
+        found = widen(default, narrowed)
+    except ConfigError:
+        raise
+    except (SystemExit, ValueError):  # tyro tells of both in one way
+        return _parse(argv, default, program)
+    sys.stderr.write(printed.getvalue())
+    return found
 
 
 def _parse(argv: Sequence[str], default: T | type[T], program: str) -> T:
@@ -315,8 +327,8 @@ def narrow(arguments: object, argv: Sequence[str]) -> Any:
 
     Args:
         arguments: instance of a dataclass. Its plain fields stay; those of the dataclasses in it, such as a configuration, stay if their
-            name is a part of a flag: rl, asynchronous and enabled of --rl.asynchronous.no-enabled.
-        argv: arguments of the command line.
+            name is a part of a flag, of any section: rl, asynchronous and enabled of --rl.asynchronous.no-enabled.
+        argv: arguments of the command line. A value that looks like a name keeps a field more, which does no harm.
     """
     parts = {part for argument in argv for part in argument.partition("=")[0].lstrip("-").replace("-", "_").split(".")}
     return _narrow(arguments, frozenset({*parts, *(part.removeprefix("no_") for part in parts)}), is_outermost=True)

@@ -100,14 +100,20 @@ def describe_unknown(unknown: Sequence[str], known: Collection[str]) -> str:
         similar = list(dict.fromkeys([*whole, *(option for last in alike for option in by_last[last])]))[:_MOST_SIMILAR]
         if similar:
             lines.append(f"  {flag}: Perhaps you meant: {', '.join(similar)}")
-        elif settings := _tell_settings(flag.rpartition(".")[0], known):
+        elif settings := next(filter(None, (_tell_settings(section, known) for section in _list_sections(flag))), ""):
             lines.append(f"  {flag}: settings of this section are {settings}")
     return "\n".join(lines)
 
 
+def _list_sections(flag: str) -> list[str]:
+    """Return the flags of the sections around an option, the innermost first."""
+    parts = flag.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
 def _tell_settings(section: str, known: Collection[str]) -> str:
-    """Return the first options of a section, "" if there is none of that name."""
-    inside = sorted(option for option in known if option.startswith(f"{section.replace('_', '-')}.")) if section else []
+    """Return a phrase with the first options of a section and how to list all; "" if there is no section of that name."""
+    inside = sorted(option for option in known if option.startswith(f"{section.replace('_', '-')}."))
     named = ", ".join([*inside[:_MOST_SIMILAR], *(["..."] if len(inside) > _MOST_SIMILAR else [])])
     return f"{named}; --help {section.removeprefix('--').replace('-', '_')} lists them" if inside else ""
 

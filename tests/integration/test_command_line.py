@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -22,6 +22,7 @@ from integration.settings.command_line import (
     list_flags,
     narrow,
     parse_command_line,
+    parse_flags,
     print_all_options,
     widen,
 )
@@ -130,6 +131,43 @@ def _narrowly(argv: list[str], default: Config) -> Any:
     return _parse(argv, narrowed, "x")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--rl.num_steps=3", "--seed", "1", "--seed=2"],
+        ["--rl.asynchronous.no-enabled", "--rl.asynchronous.enabled", "--rl.asynchronous.max-staleness=7"],
+        ["--generation.stop", "a", "b", "--generation.temperature", "0.5"],
+        ["--engine.urls", "http://a:1", "http://b:2", "--engine.kind", "vllm", "--data.path=x.jsonl", "--model.path", "y"],
+    ],
+)
+def test_spellings_of_options_are_read_alike_by_a_parser_of_some_and_of_all(argv: list[str]):
+    whole = _Arguments(config=Config())
+    assert widen(whole, _parse(argv, narrow(whole, argv), "x")) == _parse(argv, whole, "x") != whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picky:
+    """Settings whose check writes, and ends with an error that is none of the library's."""
+
+    inner: OptimizerConfig = field(default_factory=OptimizerConfig)
+    number: int = 1
+
+    def __post_init__(self) -> None:
+        sys.stderr.write(f"the number is {self.number}\n")
+        if self.number > 2:
+            raise ValueError("it is too large")
+
+
+def test_checks_that_write_or_end_with_another_error_are_told_as_by_a_parser_of_all_options(capsys: pytest.CaptureFixture[str]):
+    default = Picky()
+    capsys.readouterr()
+    assert parse_flags(["--number", "2"], default, "x").number == 2
+    assert "the number is 2\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse_flags(["--number", "3"], default, "x")
+    assert "it is too large" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [["--skip-bad-rows"], ["--data.skip-bad-rows"]])
 def test_skip_bad_rows_has_a_short_form(flags: list[str]):
     assert parse_command_line(flags).config.data.skip_bad_rows
@@ -150,6 +188,8 @@ def test_a_misspelt_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]):
 def test_an_option_that_is_like_none_of_its_section_is_answered_with_those(capsys: pytest.CaptureFixture[str]):
     told = exit_message(["--evaluation.interval", "5"], capsys)
     assert "--evaluation.interval: settings of this section are --evaluation.num-prompts, --evaluation.sampled; --help evaluation" in told
+    assert "--rl.foo.bar: settings of this section are --rl.algorithm, " in exit_message(["--rl.foo.bar", "5"], capsys)
+    assert "Perhaps" not in exit_message(["--no-sed"], capsys)
     assert "settings of this section" not in exit_message(["--evaluating.interval", "5"], capsys)
 
 

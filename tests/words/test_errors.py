@@ -221,7 +221,7 @@ def test_an_address_without_a_scheme_is_refused_before_anything_is_written(tmp_p
     directory = tmp_path / "run"
     assert main(["--mode", "rl", "--output-dir", str(directory), "--engine.kind", "vllm", "--engine.urls", url]) == 2
     told = capsys.readouterr()
-    assert "'localhost:1', which has no scheme: give http://host:port" in told.err
+    assert "'localhost:1', which has no scheme http or https: give http://host:port" in told.err
     assert "s3cret" not in told.err + told.out
     assert not directory.exists()
 

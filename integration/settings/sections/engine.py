@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 from urllib.parse import urlsplit
 
+from integration.settings.sections.addresses import check_address
 from integration.settings.sections.descriptions import describe_section
 from rollouts.config import ParityConfig, check_count, check_positive, check_setting
 from rollouts.config_files import is_number
@@ -169,13 +170,7 @@ class EngineSection:
     def _check_credentials(self) -> None:
         """Refuse secrets among the settings: they would show in config.json, in messages and in the list of processes."""
         for url in self.urls:
-            if not url.lower().startswith(("http://", "https://")):
-                raise ConfigError(f"engine.urls has {url.rpartition('@')[2].lstrip('/')!r}, which has no scheme: give http://host:port")
-            if redact(url) != url:
-                raise ConfigError(
-                    f"engine.urls has {redact(url)!r}, a user, a password or a query in an address, which the files and messages of a run "
-                    "would show: give http://host:port, export the key as a variable, and name it by --engine.api-key-variable"
-                )
+            check_address("engine.urls", url, "--engine.api-key-variable")
         if any(_names_key(argument) or redact(argument) != argument for argument in self.extra_args):
             raise ConfigError(
                 "engine.extra_args has a key, which the files of a run and the list of processes would show: export it as the variable "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
+from integration.settings.sections.addresses import check_address, is_url, strip_user
 from rollouts.config import check_count
-from rollouts.errors import ConfigError, redact
+from rollouts.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,24 +45,24 @@ class TeacherSection:
         if len({entry.partition("=")[0] for entry in self.each}) < len(self.each):
             raise ConfigError(f"teacher.each names a teacher twice: {', '.join(self.each)}")
         if self.path is not None and "://" in self.path:
-            raise ConfigError(f"teacher.path is {_strip_user(self.path)!r}, which is no directory: give a server by --teacher.url")
+            raise ConfigError(f"teacher.path is {strip_user(self.path)!r}, which is no directory: give a server by --teacher.url")
         for url in self.url:
-            _check_teacher_url("teacher.url", url)
+            check_address("teacher.url", url, "--teacher.api-key-variable")
         for _, place in self._each:
             if "://" in place:
-                _check_teacher_url("teacher.each", place)
+                check_address("teacher.each", place, "--teacher.api-key-variable")
         if self.context is not None and (self.url or self.servers):
             raise ConfigError("teacher.context is given with servers: a context is for models of this run, --teacher.path or the policy")
 
     @property
     def models(self) -> dict[str, str]:
         """Directories of models of this run, by the name of the teacher; "" = the only one."""
-        return ({} if self.path is None else {"": self.path}) | {name: place for name, place in self._each if not _is_url(place)}
+        return ({} if self.path is None else {"": self.path}) | {name: place for name, place in self._each if not is_url(place)}
 
     @property
     def servers(self) -> dict[str, str]:
         """Servers of teacher.each, by the name of the teacher."""
-        return {name: place for name, place in self._each if _is_url(place)}
+        return {name: place for name, place in self._each if is_url(place)}
 
     @property
     def is_given(self) -> bool:
@@ -77,30 +77,3 @@ class TeacherSection:
     @property
     def _each(self) -> list[tuple[str, str]]:
         return [(name, place) for name, _, place in (entry.partition("=") for entry in self.each)]
-
-
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
-
-
-def _strip_user(url: str) -> str:
-    scheme, separator, place = url.rpartition("://")
-    return scheme + separator + place.rpartition("@")[2].partition("?")[0]
-
-
-def _check_teacher_url(option: str, url: str) -> None:
-    """Raise ConfigError for an address of a server that is none, or has a secret."""
-    if not _is_url(url):
-        raise ConfigError(f"{option} has {_strip_user(url).lstrip('/')!r}, which has no scheme http or https: give http://host:port")
-    try:
-        parts = urlsplit(url)
-        has_host, _ = bool(parts.hostname), parts.port  # a port that is no number is an error only when it is read
-    except ValueError as error:
-        raise ConfigError(f"{option} has {_strip_user(url)!r}, which is no address ({error}): give http://host:port") from error
-    if not has_host:
-        raise ConfigError(f"{option} has {_strip_user(url)!r}, which names no host: give http://host:port")
-    if parts.username or parts.password or parts.query:
-        raise ConfigError(
-            f"{option} has {redact(url)!r}, with a user, a password or a query, which files of a run would hold: give http://host:port, "
-            "and a key by --teacher.api-key-variable"
-        )
