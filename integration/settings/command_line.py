@@ -287,7 +287,7 @@ def parse_flags(argv: Sequence[str], default: T | type[T], program: str) -> T:
     to one of all options, whose messages name those that are similar.
     """
     argv = ["--help" if argument == "--help-all" else argument for argument in argv]
-    if isinstance(default, type) or any(argument in ("--help", "-h") or argument.startswith("--tyro-") for argument in argv):
+    if isinstance(default, type) or any(argument in ("--help", "-h") or argument.lstrip("-").startswith("tyro-") for argument in argv):
         return _parse(argv, default, program)
     printed = io.StringIO()
     try:
