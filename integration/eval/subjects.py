@@ -17,6 +17,7 @@ from integration.parts.models import create_model
 from integration.run.directory import find_result
 from integration.settings.command_line import RUN_FILE
 from integration.settings.config import Config
+from integration.settings.sections.addresses import is_url
 from integration.settings.sections.engine import ENGINE_OPTIONS, DeadlinesSection, EngineSection
 from rollouts.engines.fleet.fleet import EngineFleet
 from rollouts.engines.protocol import InferenceEngine
@@ -63,7 +64,7 @@ def find_subject(model: str, config: Config, tokenizer: str | None = None) -> Su
 
 def _find_subject(model: str, config: Config, tokenizer: str | None) -> Subject:
     try:
-        if _is_address(model):
+        if is_url(model):
             return _find_servers(model, config.engine, tokenizer)
         path = Path(model)
         if not path.exists():
@@ -83,15 +84,11 @@ def _find_subject(model: str, config: Config, tokenizer: str | None) -> Subject:
 
 def check_tokenizer_option(models: Sequence[str], tokenizer: str | None) -> None:
     """Raise ConfigError if --tokenizer is given but no model is on a server: a directory has its own tokenizer."""
-    if tokenizer is not None and not any(map(_is_address, models)):
+    if tokenizer is not None and not any(map(is_url, models)):
         raise ConfigError(
             f"--tokenizer is {tokenizer!r}, but it is for models on servers, and {', '.join(models) or 'the built-in model'} has a "
             "tokenizer of its own: leave it out"
         )
-
-
-def _is_address(model: str) -> bool:
-    return model.lower().startswith(("http://", "https://"))
 
 
 def _find_result(run: Path) -> Path:

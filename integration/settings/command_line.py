@@ -198,9 +198,13 @@ def print_all_options() -> str:
     return printed.getvalue()
 
 
+def _spell_options(config: Config) -> frozenset[str]:
+    return frozenset(spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config))))
+
+
 def list_flags(config: Config) -> frozenset[str]:
     """Return the flags of all options of the command; a no- form of each, since parse_flags refuses those that there are not."""
-    flags = {spell_option(name) for name in (*COMMAND_OPTIONS, *dict(list_options(config)))}
+    flags = _spell_options(config)
     parts = [flag.removeprefix("--").rpartition(".") for flag in flags]
     return frozenset({*flags, *("--" + f"{section}{dot}no-{last}" for section, dot, last in parts), "--help"})
 
@@ -240,9 +244,7 @@ def _refuse_unknown_flags(argv: Sequence[str], config: Config, program: str) -> 
     if flags:
         help_line = f"  {name_as_started(program)} --help lists the options"
         told = [
-            describe_unknown(
-                flags, [flag for flag in list_flags(config) if not flag.removeprefix("--").rpartition(".")[2].startswith("no-")]
-            ),
+            describe_unknown(flags, {*_spell_options(config), "--help"}),
             *explain_other_names(unknown),
             *_advise_equals(argv, config, flags),
             help_line,

@@ -210,6 +210,7 @@ def test_settings_without_sense_are_refused(algorithm: str, section: dict[str, A
         ({"url": ("h:1",)}, "has no scheme"),
         ({"url": ("http://u:p@h:1",)}, "teacher.url has .* with a user, a password or a query"),
         ({"url": ("http://[::1",)}, r"teacher\.url has .*, which is no address"),
+        ({"url": ("http://u:s3'cret/x@h:1",)}, r"^teacher\.url has 'http://h:1', which is no address: give http://host:port$"),
         ({"by": "k", "each": ("a=http://u:p@h:1",)}, r"teacher\.each has .* with a user"),
         ({"by": "k", "each": ("a=grpc://h:1",)}, r"teacher\.each has 'grpc://h:1', which has no scheme http"),
         ({"path": "http://u:secret@h"}, r"teacher\.path is 'http://h', .* by --teacher\.url$"),

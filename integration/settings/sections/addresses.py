@@ -29,15 +29,16 @@ def check_address(option: str, url: str, key_option: str) -> None:
     advice = "give http://host:port"
     if not is_url(url):
         raise ConfigError(f"{option} has {strip_user(url).lstrip('/')!r}, which has no scheme http or https: {advice}")
-    if redact(url) != url:  # before it is taken apart: the message of an error could have a part of the secret
+    if redact(url) != url:
         raise ConfigError(
             f"{option} has {redact(url)!r}, with a user, a password or a query, which the files and messages of a run would show: "
             f"{advice}, export the key as a variable, and name it by {key_option}"
         )
+    shown = strip_user(url)  # alone: the text of an error may quote a part of a secret that redact() does not know
     try:
         parts = urlsplit(url)
         has_host, _ = bool(parts.hostname), parts.port  # a port that is no number is an error only when it is read
-    except ValueError as error:
-        raise ConfigError(f"{option} has {url!r}, which is no address ({error}): {advice}") from error
+    except ValueError:
+        raise ConfigError(f"{option} has {shown!r}, which is no address: {advice}") from None
     if not has_host:
-        raise ConfigError(f"{option} has {url!r}, which names no host: {advice}")
+        raise ConfigError(f"{option} has {shown!r}, which names no host: {advice}")
