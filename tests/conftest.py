@@ -20,6 +20,9 @@ from hypothesis import settings
 WRITES_NO_BYTECODE = sys.dont_write_bytecode  # of PYTHONDONTWRITEBYTECODE, which holds while tests run
 sys.dont_write_bytecode = False  # pytest keeps the test files as it has compiled them, which takes half of the time of their collection
 
+GIVEN_BY = {"slow": "mark_parts", "long": "mark_parts", "vllm": "in CLIENTS]", "sglang": "in CLIENTS]"}
+"""Texts by which a file gives a mark without its name."""
+
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=20)
 settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("quick")  # another one: --hypothesis-profile=thorough
@@ -39,10 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file without the mark that few tests have, where these are asked for: all files take half a minute of a core."""
+    """Import no file without the mark that is asked for: all files take half a minute of a core."""
     mark = config.option.markexpr
-    if mark in ("more", "gpu", "vllm", "sglang", "mutations") and collection_path.name.startswith("test_"):
-        return f"mark.{mark}" not in collection_path.read_text() or None
+    if mark in ("slow", "long", "more", "gpu", "vllm", "sglang", "mutations") and collection_path.name.startswith("test_"):
+        text = collection_path.read_text()
+        return not any(name in text for name in (f"mark.{mark}", GIVEN_BY.get(mark, f"mark.{mark}"))) or None
     return None
 
 
@@ -76,6 +80,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Modules that tests write and import are compiled as the environment says.
     """
     gc.freeze()
+    gc.set_threshold(5_000, 20, 20)  # tests that look at the memory collect by themselves
     count, frozen = gc.get_freeze_count, gc.get_freeze_count()
     gc.get_freeze_count = functools.wraps(count)(lambda: frozen)  # each run asks; counting them anew takes a tenth of a small run
     sys.dont_write_bytecode = WRITES_NO_BYTECODE

@@ -711,6 +711,6 @@ async def test_sessions_with_retries_branches_and_disconnects_are_complete_and_a
     await play_sessions(120)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_thousand_sessions_with_retries_branches_and_disconnects_are_complete_and_apart():
     await play_sessions(1000)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import re
 import runpy
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
-import needs
 import pytest
 from house.packages import FACADES, LIBRARY, PACKAGES, ROOT
 
@@ -113,13 +110,3 @@ def test_the_reference_has_every_public_name_and_is_up_to_date():
     page = (ROOT / "docs" / "reference.md").read_text()
     assert page == generator["write_page"](), f"run {generator['COMMAND']}"
     assert sorted(re.findall(r"^\| `(\w+)` \| .+ \| \[", page, re.MULTILINE)) == PUBLIC, "each has a first line"
-
-
-@pytest.mark.slow
-@needs.PYRIGHT
-def test_pyright_knows_the_names_that_a_user_imports():
-    sample = ROOT / "tests" / "house" / "public_names.py"
-    command = [str(Path(sys.executable).parent / "pyright"), "--pythonpath", sys.executable, "--outputjson", str(sample)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300).stdout)
-    assert [line for line in found["generalDiagnostics"] if line["severity"] != "information"] == []
-    assert found["summary"]["filesAnalyzed"] == 1

@@ -106,11 +106,13 @@ def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(tmp_path: 
         assert all(line["num_missed_tokens"] == 0 for line in read_metrics(output / "metrics.jsonl") if line["step"] > 0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("switch", [[], ["--enable-segment-wise-ppo"]])
-def test_a_run_killed_at_twenty_random_moments_trains_on_every_prompt_once(tmp_path: Path, switch: list[str]):
-    check_every_prompt_once(run_with_kills(tmp_path, num_steps=60, num_kills=20, seed=2, more=switch), 60)
+@pytest.mark.parametrize(
+    ("num_kills", "num_steps"), [pytest.param(5, 15, marks=pytest.mark.slow), pytest.param(20, 60, marks=pytest.mark.long)]
+)
+def test_a_run_killed_at_random_moments_trains_on_every_prompt_once(tmp_path: Path, num_kills: int, num_steps: int, switch: list[str]):
+    check_every_prompt_once(run_with_kills(tmp_path, num_steps=num_steps, num_kills=num_kills, seed=2, more=switch), num_steps)
 
 
 def in_process(capsys, *arguments: object) -> tuple[int, str]:

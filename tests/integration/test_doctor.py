@@ -579,12 +579,15 @@ def test_the_page_names_each_check_and_its_command_is_understood():
         assert f"| {check} |" in page, check
 
 
-@pytest.mark.slow
+CALCULATOR = ("--task", "calculator", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "2", "--resume-timeout-s", "0")
+"""A run with environments is stopped and resumed by tests of its own."""
+
+
 @pytest.mark.timeout(600)
-def test_the_default_job_and_an_episode_task_are_sound(capsys: pytest.CaptureFixture[str]):
-    """A run with environments is stopped and resumed by tests of its own."""
-    calculator = ["--task", "calculator", "--rl.prompts-per-step", "4", "--rl.samples-per-prompt", "2", "--resume-timeout-s", "0"]
-    for argv, resumed in (([], "pass"), (calculator, "skip")):
-        assert main([*argv, "--json", "--rows", "4"]) == 0
-        statuses = {finding["check"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
-        assert statuses["resume"] == resumed and "fail" not in statuses.values()
+@pytest.mark.parametrize(
+    ("argv", "resumed"), [pytest.param((), "pass", marks=pytest.mark.long), pytest.param(CALCULATOR, "skip", marks=pytest.mark.slow)]
+)
+def test_the_default_job_and_an_episode_task_are_sound(argv: tuple[str, ...], resumed: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*argv, "--json", "--rows", "4"]) == 0
+    statuses = {finding["check"]: finding["status"] for finding in json.loads(capsys.readouterr().out)}
+    assert statuses["resume"] == resumed and "fail" not in statuses.values()

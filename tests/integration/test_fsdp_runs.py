@@ -98,13 +98,16 @@ def test_ppo_on_two_processes_equals_one_and_goes_on_with_one(tmp_path: Path):
     check_equal(parts, steps_of(out["one"]))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("num_steps", "stop_after"), [pytest.param(5, 3, marks=pytest.mark.slow), pytest.param(20, 11, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize(("case", "num_ranks"), [(case, 2) for case in CASES] + [("ppo", 3)])
-def test_twenty_steps_of_every_kind_of_run_equal_those_of_one_process(tmp_path: Path, case: str, num_ranks: int):
-    out = compare(tmp_path, case, num_steps=20, stop_after=11, num_ranks=num_ranks)[case]
+def test_every_kind_of_run_equals_that_of_one_process(tmp_path: Path, case: str, num_ranks: int, num_steps: int, stop_after: int):
+    out = compare(tmp_path, case, num_steps=num_steps, stop_after=stop_after, num_ranks=num_ranks)[case]
     check_equal(out["two"], out["one"])
-    check_equal([*steps_of(out["first part"])[:11], *steps_of(out["second part"])[-9:]], steps_of(out["one"]))
+    parts = [*steps_of(out["first part"])[:stop_after], *steps_of(out["second part"])[stop_after - num_steps :]]
+    check_equal(parts, steps_of(out["one"]))
 
 
 # -- the main job

@@ -58,7 +58,7 @@ def test_a_setting_of_adapters_that_are_not_there_is_refused():
     assert LoRASection().create(3) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_adapters_on_a_model_that_knows_both_directions_learn_which_one_is_wanted(tmp_path: Path):
     config = Config(

@@ -259,7 +259,7 @@ def test_pairs_of_the_task_are_right_and_wrong_answers_of_many_kinds():
     assert min(lengths) < 0 < max(lengths)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_reward_model_ranks_held_out_pairs_and_drives_a_run(tmp_path: Path):
     """The whole way with the built-in model, in half of the steps that the command takes by itself: about two minutes on one core."""
     assert main(["--output-dir", str(tmp_path / "rm"), "--training.num-steps", "200", "--num-threads", "1", "--quiet"]) == 0

@@ -8,12 +8,14 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trio
+from parts import mark_parts
 
 from rollouts.backends.factory import create_pytorch_backend
 from rollouts.backends.fsdp.factory import create_fsdp_backend
@@ -239,8 +241,7 @@ def test_a_mixture_of_experts_in_bfloat16_is_not_refused_for_its_rounding(family
     check_rounded(family, seeds, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ROUNDED_EXPERTS)
+@pytest.mark.parametrize("family", mark_parts(ROUNDED_EXPERTS, every=3))
 def test_a_mixture_of_experts_in_bfloat16_takes_its_way_whatever_the_seed(family: str, monkeypatch: pytest.MonkeyPatch):
     check_rounded(family, range(8), monkeypatch)
 
@@ -255,14 +256,12 @@ def test_a_wrong_attention_in_bfloat16_is_found_beside_replayed_experts(family: 
         assert isinstance(open_rounded(family, seed, monkeypatch), NativeModel), seed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", mark_parts(WAYS, every=4))
 def test_a_line_of_the_table_holds(family: str):
     check(family, GENERATOR.WINDOW)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", OTHER_WINDOWS)
+@pytest.mark.parametrize("family", mark_parts(OTHER_WINDOWS, every=2))
 def test_a_family_is_right_at_another_window(family: str):
     check(family, OTHER_WINDOWS[family])
 
@@ -273,9 +272,7 @@ HELD_OUT = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [8, 24, 40])
-@pytest.mark.parametrize("family", HELD_OUT)
+@pytest.mark.parametrize(("family", "window"), mark_parts(product(HELD_OUT, (8, 24, 40)), every=4))  # 4: the windows take turns
 def test_a_held_out_family_is_right_in_rows_of_three_windows(family: str, window: int, monkeypatch: pytest.MonkeyPatch):
     """Families and windows that nothing was adapted to: float32 in trainer and engine, the engine in bfloat16 beside its own pass."""
     if family == "modernbert-decoder":

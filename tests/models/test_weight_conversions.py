@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_models import create_expert_model
+from parts import mark_parts
 from safetensors.torch import load_file, save_file
 from test_family_table import GENERATOR, WAYS
 
@@ -171,8 +172,7 @@ WITHOUT_SCORER = (
 NOT_OPENED_BY_THEMSELVES = ("emu3", "mllama")  # transformers opens these language models as a part of a larger model alone
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", WAYS)
+@pytest.mark.parametrize("family", mark_parts(WAYS, every=4, first=2))
 async def test_every_family_can_be_saved_opened_and_given_a_head(tmp_path, family):
     model = GENERATOR.create_model(family)
     backend = create_pytorch_backend(model, lr=1e-3)

@@ -17,7 +17,7 @@ def test_the_code_prints_what_the_page_shows(tmp_path: Path):
     check_snippets(PAGE, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_commands_print_what_the_page_shows(tmp_path: Path):
     (command,) = list_commands(PAGE)

@@ -73,7 +73,7 @@ def test_what_a_comparison_tells(tmp_path: Path):
     assert (tmp_path / "figure.png").stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 async def test_a_model_of_random_weights_learns_the_text_game():
     game = runpy.run_path(str(ROOT / "examples" / "text_game.py"))

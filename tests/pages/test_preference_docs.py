@@ -23,7 +23,7 @@ def test_the_table_names_every_loss():
     assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE) == list(get_args(PreferenceLoss))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_commands_print_what_the_page_shows(tmp_path: Path):
     start = ROOT / "docs" / "your-model-and-data.md"

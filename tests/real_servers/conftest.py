@@ -1,4 +1,4 @@
-"""Real servers for tests: one for each module, on a CPU, with a tiny model.
+"""Real servers for tests, on a CPU, with a tiny model: one vLLM for all modules, as its start takes long, and an SGLang for each.
 
 The tests run under trio, each in a run of its own, so a server for several tests is held by another process: this file, as a script.
 """
@@ -80,9 +80,9 @@ def hold_server(kind: Kind, folder: Path, **changes: Any) -> Iterator[HeldServer
         assert holder.wait(timeout=60) == 0, f"the {kind} server ended while tests used it"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldServer]:
-    """One vLLM for all tests of a module."""
+    """One vLLM for all tests of a process of pytest. It has the weights of the test before: a test begins with its own."""
     with hold_server("vllm", tmp_path_factory.mktemp("vllm")) as server:
         yield server
 

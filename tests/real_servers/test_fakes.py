@@ -7,6 +7,7 @@ Questions are asked in their order, because some change what the server knows.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conftest import HeldServer, hold_server
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -248,6 +250,13 @@ def find_differences(real: dict[str, Seen], fake: dict[str, Seen]) -> dict[str, 
 
 def report(problems: dict[str, list[str]]) -> str:
     return "\n".join(f"{name}: {line}" for name, lines in problems.items() for line in lines)
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HeldServer]:
+    """A vLLM that nobody has asked before: its counts and its weights are compared."""
+    with hold_server("vllm", tmp_path_factory.mktemp("vllm")) as server:
+        yield server
 
 
 @pytest.mark.vllm

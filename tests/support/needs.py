@@ -79,7 +79,6 @@ WANDB, TENSORBOARD, TRACKIO, MLFLOW = (
     for name in ("wandb", "tensorboard", "trackio", "mlflow")
 )
 SCIPY = _need(importlib.util.find_spec("scipy") is not None, "the package scipy", "pip install scipy")
-PYRIGHT = _need((Path(sys.executable).parent / "pyright").exists(), "pyright", "pip install pyright")
 CHROMIUM = _need(shutil.which("chromium") is not None, "the program chromium", "install chromium")
 OPENSSL = _need(shutil.which("openssl") is not None, "the program openssl", "install openssl")
 VLLM = _need(bool(os.environ.get("VLLM_PYTHON")), "a vLLM", "run tools/run_vllm_tests.sh, or set VLLM_PYTHON as CONTRIBUTING.md says")
