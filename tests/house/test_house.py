@@ -193,6 +193,14 @@ def test_a_test_is_skipped_only_for_a_need_that_says_what_to_do(path: Path):
     assert not found, f"{found[0]!r}: say what the test needs in tests/support/needs.py"
 
 
+@of_each(TESTS)
+def test_a_file_that_gives_a_mark_without_its_name_is_found_by_its_text(path: Path):
+    """Where a mark is asked for, conftest.py does not import files without it."""
+    text = path.read_text()
+    if re.search(r"getattr\(pytest\.mark\b", text):
+        assert "in CLIENTS]" in text, "add a text of this file to GIVEN_BY in tests/conftest.py"
+
+
 def test_each_need_says_what_to_do():
     found = [need() if callable(getattr(need, "cache_info", None)) else need for need in vars(needs).values()]
     reasons = [need.mark.kwargs["reason"] for need in found if isinstance(need, pytest.MarkDecorator)]
