@@ -16,9 +16,10 @@ import tyro
 
 from integration.run.exit_status import run_command
 from integration.run.signal_watch import Patience
-from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base, write_out_short
+from integration.settings.command_line import answer_help, name_as_typed, parse_flags, read_base, read_named, write_out_short
 from integration.settings.help_text import Screen
 from integration.settings.reward_model import RewardModelConfig
+from integration.settings.task_defaults import create_reward_model_default
 from rollouts.config import check_setting
 
 PROGRAM = "python -m integration.train_reward_model"
@@ -36,7 +37,7 @@ Train a reward model on pairs of answers; `python -m integration.train --reward.
   --model.path DIR|ORG/NAME     a language model, or a reward model to train further (default: a small built-in model)
   --training.num-steps N        optimizer steps (default: 400)
   --training.batch-size N       pairs per optimizer step (default: 64)
-  --training.optimizer.lr X     peak learning rate (default: 0.002, for the built-in model; 1e-5 is usual for a pretrained one)
+  --training.optimizer.lr X     peak learning rate (default: 1e-5; 0.002 for the built-in model)
   --training.best METRIC        eval_accuracy, eval_loss or eval_margin: its best checkpoint is kept and becomes the result (default:
                                 the last weights)
   --config FILE                 settings from a .toml, .json or .py file; flags override them
@@ -53,7 +54,7 @@ sections of settings, each with `--help SECTION`; all settings with --help-all:
 
 examples:
   python -m integration.train_reward_model --output-dir runs/rm                                # pairs of the built-in task
-  python -m integration.train_reward_model --model.path DIR --data.path pairs.jsonl --training.optimizer.lr 1e-5
+  python -m integration.train_reward_model --model.path DIR --data.path pairs.jsonl
 """,
     settings=RewardModelConfig,
 )
@@ -79,7 +80,9 @@ class Arguments:
 def parse(argv: Sequence[str]) -> Arguments:
     """Parse the command line. Raises ConfigError; SystemExit for the help and for unknown options."""
     argv = write_out_short(answer_help(argv, lambda: Arguments(config=RewardModelConfig()), PROGRAM, SCREEN), ["log"])
-    arguments = parse_flags(argv, Arguments(config=read_base(argv, RewardModelConfig())), PROGRAM)
+    model_path = read_named(argv)("model.path")
+    default = create_reward_model_default(None if model_path is None else str(model_path))
+    arguments = parse_flags(argv, Arguments(config=read_base(argv, default)), PROGRAM)
     grace_s = arguments.grace_s
     check_setting(grace_s is None or 0 < grace_s < math.inf, "--grace-s", grace_s, "a number of seconds above 0")
     return arguments

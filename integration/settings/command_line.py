@@ -259,20 +259,27 @@ def write_out_short(argv: Sequence[str], names: Sequence[str] = tuple(_LONG)) ->
     return [short.sub(lambda found: _LONG[found[1]], argument) for argument in argv]
 
 
-def _find_default(argv: Sequence[str]) -> Config:
-    """Return the default configuration of the task, the model and the algorithm that flags or the file of settings name."""
+def read_named(argv: Sequence[str]) -> Callable[[str], Any]:
+    """Return a function of an option's name, as in model.path: its value among the flags or in the file of settings; None = in neither."""
     path = value_of(argv, "--config")
     settings = {} if path is None or "--resume" in argv else read_settings(Path(path))
 
-    def find(section: str, name: str, flag: str) -> Any:
+    def find(option: str) -> Any:
+        given = value_of(argv, f"--{option}")
+        section, _, name = option.rpartition(".")
         inner: Any = settings.get(section, {}) if section else settings
-        given = value_of(argv, flag)
         return (inner.get(name) if isinstance(inner, Mapping) else None) if given is None else given
 
-    task, rank = find("", "task", "--task"), find("lora", "rank", "--lora.rank")
-    if task is None and find("environment", "factory", "--environment.factory") is not None:
+    return find
+
+
+def _find_default(argv: Sequence[str]) -> Config:
+    """Return the default configuration of the task, the model and the algorithm that flags or the file of settings name."""
+    find = read_named(argv)
+    task, rank = find("task"), find("lora.rank")
+    if task is None and find("environment.factory") is not None:
         task = "environment"
-    model_path, algorithm = find("model", "path", "--model.path"), find("rl", "algorithm", "--rl.algorithm")
+    model_path, algorithm = find("model.path"), find("rl.algorithm")
     return create_default_config(
         task,
         model_path=None if model_path is None else str(model_path),

@@ -1,4 +1,5 @@
-"""Default settings: those of the built-in model on each task, those of a model of the user's own, and the learning rate of online DPO."""
+"""Default settings: those of the built-in model on each task, those of a model of the user's own, and the learning rates of online DPO and
+of reward models."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.settings.config import Config
+from integration.settings.reward_model import RewardModelConfig
 from integration.settings.sections.data import EvaluationSection
 from integration.settings.sections.model import OWN_MODEL_CRITIC, ModelSection
 from integration.settings.sections.stages import RLSection, SFTSection
@@ -27,6 +29,8 @@ PAIRS_LEARNING_RATES = {False: 5e-7, True: 5e-6}
 
 All weights take that of TRL's OnlineDPOTrainer; adapters ten times as much.
 """
+REWARD_MODEL_LEARNING_RATE = 1e-5
+"""Learning rate of a reward model made from a pretrained model, as in TRL's example of reward modeling; OpenRLHF has 9e-6."""
 _PAIRS_SHARE = 0.3  # share of a task's learning rate, with the built-in model: whole answers make larger steps (docs/preferences.md)
 _COMPARES_PAIRS = re.compile(r"\s*online_dpo\s*(\(|$)")
 
@@ -47,6 +51,19 @@ def create_default_config(
         config = _fit_own_model(config, *LEARNING_RATES[adapters])
         return _set_rl_rate(config, PAIRS_LEARNING_RATES[adapters]) if pairs else config
     return _set_rl_rate(config, float(f"{_PAIRS_SHARE * config.rl.optimizer.lr:.3g}")) if pairs and not adapters else config
+
+
+def create_reward_model_default(model_path: str | None) -> RewardModelConfig:
+    """Return the default configuration of the training of a reward model, which files and flags then change.
+
+    Args:
+        model_path: model directory of the user; None = the built-in model.
+    """
+    config = RewardModelConfig()
+    if not is_own_model(model_path):
+        return config
+    optimizer = replace(config.training.optimizer, lr=REWARD_MODEL_LEARNING_RATE, weight_decay=0.0)
+    return replace(config, training=replace(config.training, optimizer=optimizer))
 
 
 def find_default(config: Config) -> Config:

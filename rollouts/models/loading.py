@@ -19,6 +19,7 @@ from torch import Tensor
 from rollouts.checks import parse_json
 from rollouts.errors import ConfigError, DataError
 from rollouts.models.forward.output_layers import get_decoder
+from rollouts.models.hub import is_hub_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,10 +84,12 @@ def check_model_directory(path: str | Path, *, weights: bool = True) -> Path:
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ConfigError(
-            f"{directory} is not a directory: pass the path of a Hugging Face model (a directory with config.json and weights); a model of "
-            "the hub has the form ORG/NAME, such as Qwen/Qwen3-0.6B"
+        of_hub = (
+            f"that of a model of the hub is rollouts.models.hub.find_hub_model({str(path)!r}).directory"
+            if is_hub_name(str(path))
+            else "a model of the hub has the form ORG/NAME, such as Qwen/Qwen3-0.6B"
         )
+        raise ConfigError(f"{directory} is not a directory: pass that of a Hugging Face model, with config.json and weights; {of_hub}")
     if not (directory / "config.json").is_file():
         inside = sorted(p.name for p in directory.iterdir())[:8]
         raise ConfigError(f"{directory} is not a model directory: it has no config.json (it holds {inside}){_advise_no_config(directory)}")

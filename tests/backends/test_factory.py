@@ -127,6 +127,8 @@ def test_a_backend_comes_from_a_directory_in_one_line(tmp_path: Path):
 def test_a_directory_that_is_not_a_model_is_refused_with_what_is_missing(tmp_path: Path):
     with pytest.raises(ConfigError, match="not a directory"):
         load_hf_model(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"find_hub_model\('Qwen/Qwen3-0\.6B'\)\.directory"):
+        load_hf_model("Qwen/Qwen3-0.6B")
     with pytest.raises(ConfigError, match=r"no config\.json"):
         check_model_directory(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -19,7 +19,7 @@ from integration.settings.reward_model import PairSection, RewardModelConfig
 from integration.tasks.preference_pairs import create_task_pairs
 from integration.tasks.task import create_sort_task
 from integration.train import main as train
-from integration.train_reward_model import main
+from integration.train_reward_model import main, parse
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config_files import from_dict, to_dict
 from rollouts.data.trajectories import read_samples
@@ -269,6 +269,19 @@ def test_a_reward_model_ranks_held_out_pairs_and_drives_a_run(tmp_path: Path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["accuracy_after_sft"] < 0.7
     assert summary["accuracy_after_rl"] > 0.85
+
+
+def test_a_pretrained_model_has_the_learning_rate_of_one(tmp_path: Path):
+    create_tiny_model(vocab_size=300).save_pretrained(tmp_path / "own")
+    create_tiny_model(vocab_size=64).save_pretrained(tmp_path / "characters")  # as a checkpoint of the built-in model
+    (tmp_path / "settings.toml").write_text(f'[model]\npath = "{tmp_path / "own"}"\n')
+
+    def find_rate(*arguments: object) -> float:
+        return parse([str(argument) for argument in arguments]).config.training.optimizer.lr
+
+    assert find_rate() == find_rate("--model.path", tmp_path / "characters") == 2e-3
+    assert find_rate("--model.path", tmp_path / "own") == find_rate("--config", tmp_path / "settings.toml") == 1e-5
+    assert find_rate("--model.path", tmp_path / "own", "--training.optimizer.lr", "3e-4") == 3e-4
 
 
 def test_labelled_answers_with_other_names_are_pairs_and_no_prompt_is_on_both_sides(tmp_path: Path):
