@@ -187,7 +187,7 @@ class _AsyncLoop:
     async def _begin(self) -> None:
         metrics = dict(self._metrics)
         if self._run.has_ended:  # before the step of this checkpoint, which was the last
-            await self._run.finish_step(self._finished, metrics, stopping=True)
+            await self._finish_step(metrics, stopping=True)
             return
         if self._resume is not None and self._recomputer is not None:
             await self._executor.interrupt()

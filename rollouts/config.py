@@ -186,6 +186,7 @@ class SFTTrainingConfig:
     def __post_init__(self) -> None:
         check_not_negative(self, "router_balance_coef")
         check_positive(self, "num_steps", "batch_size", "log_every", "max_tokens_per_microbatch")
+        check_flags(self, "dropout")
         check_history_steps(self.history_steps)
         check_count(self, "checkpoint_every", "eval_every")
         check_seed(self)
@@ -292,7 +293,7 @@ class RLTrainingConfig:
         check_count(self, "checkpoint_every", "eval_every", "critic_warmup_steps", "first_version")
         check_not_negative(self, "router_balance_coef")
         check_seed(self)
-        check_flags(self, "mask_truncated", "router_replay", "sleep_engines", "skip_redundant")
+        check_flags(self, "dropout", "mask_truncated", "router_replay", "sleep_engines", "skip_redundant")
         dtypes = (None, "float32", "bfloat16", "float16")
         check_setting(self.export_dtype in dtypes, "RLTrainingConfig.export_dtype", self.export_dtype, "float32, bfloat16, float16 or None")
         check_choice(self, "weight_sync", get_args(WeightSync))
@@ -427,7 +428,7 @@ class GenerationConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether top_p, top_k or min_p cut the distribution: its log-probs then differ from those that a trainer computes."""
+        """Whether top_p, top_k or min_p cut the distribution, whose log-probs a trainer computes only where the kept sets are recorded."""
         return self.sampling_params().truncates
 
     def sampling_params(self, seed: int | None = None) -> SamplingParams:

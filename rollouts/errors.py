@@ -88,7 +88,7 @@ def create_value_hider(environment: Mapping[str, str]) -> Callable[[str], str]:
 
     Args:
         environment: variables of the program, or headers of requests to it. Names tell which ones are secret: API_KEY, HF_TOKEN,
-            PASSWORD, Authorization, but not a PASSWORD_FILE. Of several words each is one, as it is and as JSON has it.
+            PASSWORD, Authorization, but not a PASSWORD_FILE. Each of several words is one, as it is and as JSON has it.
     """
     named = (word for name, value in environment.items() if is_secret_name(name) for word in (value, *value.split()))
     words = {word for word in named if len(word) >= _MIN_SECRET_LENGTH}
@@ -229,7 +229,9 @@ def raise_single_errors() -> Generator[None]:
     except BaseExceptionGroup as group:
         failure = group
     while isinstance(failure, BaseExceptionGroup) and len(failure.exceptions) == 1:
-        failure = failure.exceptions[0]
+        notes, failure = getattr(failure, "__notes__", ()), failure.exceptions[0]
+        for note in notes:  # as the prompt that was worked on, or a checkpoint that failed beside it
+            failure.add_note(note)
     if failure is not None:
         raise failure
 

@@ -16,7 +16,7 @@ from rollouts.errors import DataError, RewardError
 
 
 class StopReason(StrEnum):
-    """Reason for the end of an episode. Of several reasons, the first in this order."""
+    """Reason for the end of an episode. If several apply, it is the first in this order."""
 
     DONE = "done"  # reported by the environment
     AGENT = "agent"  # reported by the policy

@@ -122,7 +122,7 @@ async def evaluate_preferences(
     Returns: eval_loss; eval_pair_accuracy, the share of pairs whose chosen answer has the larger reward (of answers on their side of the
         reference point for KTO); eval_pair_margin, the mean difference of the rewards; eval_reward_chosen and eval_reward_rejected;
         eval_num_pairs, the pairs, or labelled answers, that were measured.
-        Of labelled answers that are all good, or all bad, the reward of the others and the margin are not known: the keys are left out.
+        If labelled answers are all good, or all bad, the reward of the others and the margin are not known: the keys are left out.
     """
     assert rows, "there are no rows to measure"
     found: list[dict[str, float]] = []

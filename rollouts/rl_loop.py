@@ -35,7 +35,7 @@ async def train_rl(parts: RLParts, source: RolloutSource, config: RLTrainingConf
     Each step: generate, reward and filter -> shape rewards (if configured) -> train -> checkpoint (if due) -> sync weights (if due) ->
     evaluate (if due) -> log. reward_mean is the mean of the rewards that filters see, shaped_reward_mean of the rewards trained on.
     No state is kept between calls: same arguments, same metrics (timings aside). At step 0 the engines must hold the backend's weights;
-    the weight version after s steps is s // config.sync_every.
+    the weight version after s steps is config.first_version + s // config.sync_every.
 
     Args:
         source: generates one RolloutBatch per step, for example an AsyncRolloutManager.
@@ -55,7 +55,8 @@ async def _train(run: RLRun, source: RolloutSource, resume: ResumePoint | None) 
     history: deque[Metrics] = deque(maxlen=config.history_steps)
     metrics, metrics_bytes = Metrics(), run.log_offset
     if resume is not None and resume.metrics is not None:  # the checkpoint was taken before this line, so that it could serve the sync
-        await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
+        with run.abandonment.guard(f"the evaluation of step {resume.step}"):  # the loop then ends, and the next resumed run makes it
+            await run.finish_step(resume.step, dict(resume.metrics), stopping=False)
     for step in range(first, config.num_steps):
         if run.has_ended:
             break

@@ -674,7 +674,7 @@ class TurnLevels:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Turns:
-    """Environment turns of each row. K = most turns in a row; -1 pads."""
+    """Environment turns of each row. K = most turns in a row; where there is no turn, ids and states are -1, rewards 0."""
 
     ids: Tensor  # [B, T] int64, turn index of each token, -1 outside actions
     states: Tensor  # [B, K] int64, anchor-state id, -1 = no such turn

@@ -36,6 +36,7 @@ class CodeBlocked(BaseException):
 
     def __init__(self, timeout_s: float, place: str) -> None:
         super().__init__(f"{place} has blocked the event loop for {timeout_s:g} s")
+        self.timeout_s = timeout_s  # timeout of the alarm that rang
         self.place = place  # file:line in the user's code, if that is in the stack
 
 

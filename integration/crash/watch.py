@@ -146,8 +146,9 @@ class CrashWatch:
         if path is None:
             error.add_note("there is no crash bundle: the batch of this step is not known")
             return
-        size = await trio.to_thread.run_sync(directory_size, path)
-        kept = f"the step is kept in the crash bundle {path} ({size / 1e6:.1f} MB)"
+        kept = f"the step is kept in the crash bundle {path}"
+        with suppress(OSError):  # a file that vanishes meanwhile
+            kept += f" ({await trio.to_thread.run_sync(directory_size, path) / 1e6:.1f} MB)"
         command = name_as_started(f"python -m integration.train --replay {shlex.quote(str(path))}")
         again = f"; to execute it again on one process:\n    {command}" if weights != "lost" else ", without weights, which are lost"
         error.add_note(kept + again)

@@ -156,7 +156,7 @@ def training_parts(sizes: ModelSizes, training: Training) -> list[Part]:
 def checkpoint_bytes(sizes: ModelSizes, training: Training) -> int:
     """Return the bytes of a checkpoint that is written during training: a copy of this process's parameters and Adam's moments.
 
-    Of a model with adapters it has the whole weights with the adapters merged, of at least 2 bytes.
+    For a model with adapters it has the whole weights with the adapters merged, of at least 2 bytes.
     """
     shards = 1 if training.sharding is None else training.sharding.shards
     if training.adapters is None:

@@ -280,8 +280,8 @@ def measure_noise(first: float, last: float, n: float) -> float:
     """Bound two standard errors of the difference of two means over n held-out prompts.
 
     Values are taken as of 0 or 1, whose mean has the variance p (1 - p) / n; graded rewards within 0 and 1 have less. For a mean outside,
-    rewards are taken as within the larger size of both, at most half of it from their mean. That both have the same prompts, which makes
-    the true error smaller, is not used.
+    rewards are taken as within the larger size of both, at most half of it from their mean. The same prompts of both, which make the
+    true error smaller, are not used.
     """
     size = max(1.0, abs(first), abs(last))
     is_share = 0.0 <= first <= 1.0 and 0.0 <= last <= 1.0

@@ -34,6 +34,7 @@ from rollouts.rewards.answers import load_function
 from rollouts.training.metrics import log_samples
 from rollouts.training.rl_parts import RecordUpdates, RLParts
 from rollouts.training.rollout_batch import RecordedColumns
+from rollouts.training.saving.run_checkpoints import is_cancelled
 from rollouts.types import RolloutBatch, Sample, TrainBatch
 
 _logger = logging.getLogger(__name__)
@@ -205,19 +206,12 @@ async def open_files(parts: RLParts, trajectories: TrajectoryWriter, ledger: Led
                     with trio.CancelScope(shield=True):
                         await last.wait()
                 except Exception as error:
-                    if _is_cancelled(ended):  # trio drops it, and would drop its notes
+                    if is_cancelled(ended):  # trio drops it, and would drop its notes
                         raise error from ended
                     if error is not ended:
                         ended.add_note(f"beside it, the record of a step could not be written: {error}")
                 raise
             await last.wait()
-
-
-def _is_cancelled(ended: BaseException) -> bool:
-    """Whether a block was only cancelled; nurseries in it raise groups."""
-    if isinstance(ended, BaseExceptionGroup):
-        return all(map(_is_cancelled, ended.exceptions))
-    return isinstance(ended, trio.Cancelled)
 
 
 def _add_hooks(parts: RLParts, trajectories: TrajectoryWriter, ledger: Ledger, last: _LastWrite) -> RLParts:

@@ -85,7 +85,7 @@ def log_to_stderr(levels: Mapping[str, int]) -> Generator[None]:
 class WarningsFile(logging.Handler):
     """Handler that appends warnings and errors of the log to a file; a text that it has already is left out.
 
-    Texts of one kind differ by the numbers and arguments of their message alone. Of each kind a start of the run keeps _MOST_OF_KIND, and
+    Texts of one kind differ by the numbers and arguments of their message alone. A start of the run keeps _MOST_OF_KIND of each kind, and
     a line of the file has the number of others, which is exact once the handler has finished.
     """
 

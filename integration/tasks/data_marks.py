@@ -3,7 +3,7 @@
 Files are marked that the run reads rows from: of a folder those of its split, not what lies beside them. Files in the run's own output
 directory have no mark, and neither have data sets of the hub: their name, with its revision, is a setting, which a resumed run compares.
 
-The hash is BLAKE2b of the content (16 bytes, in hex). Of a file beyond 256 MiB it is that of 64 pieces of 256 KiB at equal distances, the
+The hash is BLAKE2b of the content (16 bytes, in hex). For a file beyond 256 MiB it is that of 64 pieces of 256 KiB at equal distances, the
 first and the last bytes among them, and no line is marked: a change between two pieces is seen only if it changes the size. At most about
 1 GiB is read in all: of data for which that is not enough, every file is hashed by pieces, fewer and smaller ones the more files there are
 (10,000 files: two of 53 KiB each), and their sizes stand before the hash. Streamed files are marked alike.

@@ -154,7 +154,8 @@ def normalize_by_group(
 ) -> Tensor:
     """A = (r - mean) / (std + epsilon), mean and std each over the group, over the batch, or not at all.
 
-    Groups of one, and groups (or batches) whose rewards are all equal, get exactly 0 if a mean is subtracted.
+    Groups of one, and groups whose rewards are all equal, get exactly 0 if the mean of the group is subtracted; so does a batch of equal
+    rewards with that of the batch.
 
     Args:
         rewards: # [B], or # [B, T] for values of tokens; finite where mask > 0.

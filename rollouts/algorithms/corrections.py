@@ -5,7 +5,7 @@
 
 `level` turns the log-ratios of tokens into those of rows (token_level, sequence_level, ...); the bound clamps a weight or drops its token.
 Weights carry no gradient, and bounds are on p / p_rollout. Every transform multiplies into importance_weights, so they chain. They treat
-each row separately, so they work in `estimate` as well as inside the loss (losses.corrected_loss); the two marked "a batch statistic" need
+each row separately, so they work in `estimate` as well as inside the loss (losses.corrected_loss); the one marked "a batch statistic" needs
 all rows of the step, hence `estimate`.
 
 A dropped token has weight 0 and still counts in the loss's denominator, so that dropping tokens does not scale the others up. The

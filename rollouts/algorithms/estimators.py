@@ -256,7 +256,7 @@ def estimate_gdpo(
 def estimate_pairs(batch: TrainBatch, *, min_difference: float = 0.0) -> TrainBatch:
     """Pair the row of the largest reward in each group with that of the smallest, for losses that compare the two (online DPO).
 
-    Rows that are not trainable, or have no trained token, are in no pair. Of equal rewards the first row counts; a group whose rewards
+    Rows that are not trainable, or have no trained token, are in no pair. If rewards are equal, the first row counts; a group whose rewards
     are all equal, or differ by less than min_difference, makes no pair.
 
     Args:

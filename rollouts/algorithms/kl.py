@@ -59,7 +59,7 @@ def _bounded(log_probs: Tensor, ref_log_probs: Tensor, *, kl: KLEstimator, log_r
 def weighted(kl: KLEstimator, weights: Tensor) -> KLEstimator:
     """`kl` times weights # [B, T]: with the ratio p / p_old, gradient included, it is unbiased at tokens drawn from p_old.
 
-    bounded(weighted(kl, ratio)) bounds the product; policy_loss(unbiased_kl=True) multiplies the bounded `kl`.
+    bounded(weighted(kl, ratio)) bounds the product; policy_loss(kl=KLTerm(kl, unbiased=True)) multiplies the bounded `kl`.
 
     Source: DeepSeek-V3.2 2025, section 3.1 (unbiased KL estimate).
     """

@@ -402,7 +402,7 @@ def plain_batch(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_p
     Args:
         tokens, loss_mask: # [B, T].
         advantages: # [B] or [B, T].
-        old_log_probs: # [B, T]; None = 0, for losses without a ratio.
+        old_log_probs: # [B, T]; None = none, for losses without a ratio.
     """
     rows, width = tokens.shape
     check_shapes(loss_mask=(loss_mask, (rows, width)), old_log_probs=(old_log_probs, (rows, width)))
@@ -415,7 +415,7 @@ def plain_batch(tokens: Tensor, loss_mask: Tensor, advantages: Tensor, old_log_p
         rewards=torch.zeros(rows, device=tokens.device),
         group_ids=torch.arange(rows, device=tokens.device),
         trainable=torch.ones(rows, dtype=torch.bool, device=tokens.device),
-        old_log_probs=torch.zeros_like(mask) if old_log_probs is None else old_log_probs,
+        old_log_probs=old_log_probs,
         advantages=advantages[:, None].expand(rows, width) if advantages.dim() == 1 else advantages,
         loss_weights=torch.where(total > 0, mask / total.clamp(min=1e-30), torch.zeros_like(mask)),
     )
@@ -433,7 +433,7 @@ def reinforce_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages
     Returns: loss 0 and gradient 0 for a batch that is masked out entirely.
     """
     batch = plain_batch(labels, loss_mask, advantages)
-    return policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, surrogate=reinforce)
+    return policy_loss(TokenOutputs(log_probs=token_log_probs(logits, labels)), batch, surrogate=reinforce, ratio=None)
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> LossOutput:

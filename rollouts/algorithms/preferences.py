@@ -263,7 +263,7 @@ def pair_mean(batch: TrainBatch, *, num_pairs: float | None = None) -> Tensor:
 
 
 def split_pairs(batch: TrainBatch, *, max_tokens: int | None = None, max_pairs: int | None = None, num_shards: int = 1) -> list[TrainBatch]:
-    """Split a batch as batching.split_microbatches, keeping the two rows of a pair together, chosen before rejected.
+    """Split a batch as batches.split_microbatches, keeping the two rows of a pair together, chosen before rejected.
 
     Args:
         max_tokens: maximum number of real tokens in a part; a longer pair gets its own part. None = no limit.

@@ -747,7 +747,7 @@ def gkd(beta: float = 0.5, coef: float = 1.0, reward_coef: float = 0.0, clip_low
         clip_low, clip_high: widths of the clip of the rewards' part.
 
     Source: Agarwal et al. 2024 (On-policy distillation of language models: GKD), equation 1; values and gradients are those of TRL's
-    GKDTrainer.generalized_jsd_loss. Of a teacher that names its K most probable tokens, all others count as one.
+    GKDTrainer.generalized_jsd_loss. If a teacher names its K most probable tokens, all others count as one.
     """
     check_number("beta", beta, lambda x: 0 <= x <= 1, "in [0, 1]")
     check_number("coef", coef, lambda x: x >= 0, "at least 0")
@@ -791,7 +791,7 @@ def online_dpo(
         min_difference: least difference of the two rewards of a pair, at least 0; equal rewards never make one.
 
     Source: Guo et al. 2024 (Direct language model alignment from online AI feedback), with the best and the worst of any number of answers.
-    Of two answers with different rewards, values and gradients are those of TRL's OnlineDPOTrainer; ipo compares log-probs per token, as
+    For two answers with different rewards, values and gradients are those of TRL's OnlineDPOTrainer; ipo compares log-probs per token, as
     TRL's DPOTrainer.
     """
     numbers = {"beta": beta, "label_smoothing": label_smoothing, "gamma": gamma, "nll_coef": nll_coef}
@@ -847,7 +847,8 @@ def decoupled(
     if missed_as_proximal and not segment_wise:
         raise ConfigError("missed_as_proximal is True, but segment_wise is False: no token can miss a segment. Set segment_wise=True")
     check_number("cap", cap, lambda x: x > 0, "more than 0", optional=True)
-    check_number("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
+    limit = math.inf if cap is None else cap
+    check_number("floor", floor, lambda x: 0 <= x < limit, f"in [0, {limit})", optional=True)
     bounds: dict[str, Any] = {"cap": cap, "floor": floor, "drop": drop, "segment_wise": segment_wise}
     bounds |= {"missed_as_proximal": True} if missed_as_proximal else {}
     requires = algorithm.requires | {"rollout_log_probs"} | ({"segment_log_probs", "weight_versions"} if segment_wise else set())
@@ -897,7 +898,8 @@ def truncated(algorithm: Algorithm, cap: float | None = 2.0, floor: float | None
     """
     check_wraps(algorithm, "truncated")
     check_number("cap", cap, lambda x: x > 0, "more than 0", optional=True)
-    check_number("floor", floor, lambda x: 0 <= x < (math.inf if cap is None else cap), f"in [0, {cap})", optional=True)
+    limit = math.inf if cap is None else cap
+    check_number("floor", floor, lambda x: 0 <= x < limit, f"in [0, {limit})", optional=True)
     return replace(
         algorithm,
         loss=partial(corrected_loss, correction=partial(truncate_weights, cap=cap, floor=floor), loss=algorithm.loss),

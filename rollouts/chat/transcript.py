@@ -190,7 +190,8 @@ def describe_turn(transcript: Transcript, *, state: str | None, reward: float) -
 def _add_experts(transcript: Transcript, found: RoutedExperts | None, count: int) -> RoutedExperts | None:
     """Return the experts of all tokens after an action of count tokens.
 
-    A token that was read before keeps its experts. What no pass had read, as an observation, gets those of the pass before this action.
+    A token that was read before keeps its experts. One that no pass had read, as of an observation, gets those of the pass before the
+    action.
     """
     before = transcript.routed_experts
     if found is None or (before is None and transcript.turns):

@@ -1,7 +1,7 @@
 """Collation of ragged samples into the columns of a TrainBatch, with the turns and contexts of episodes.
 
 A row with several contexts is one trajectory whose tokens see those of their own context only. It stays one row, so group statistics and
-rewards count it once; a backend computes each of its contexts as a sequence of its own (models/packing.py).
+rewards count it once; a backend computes each of its contexts as a sequence of its own (models/forward/packing.py).
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def group_rewards(group: Group) -> list[float]:
 
 
 def check_reward_nonzero_std(group: Group, min_std: float = 0.0) -> bool:
-    """Keep groups whose rewards differ, so that group-relative advantages are not all 0: population std > min_std. Of a group with
-    subgroups, whose samples are compared with their like alone, in one of them.
+    """Keep groups whose rewards differ, so that group-relative advantages are not all 0: population std > min_std. In a group with
+    subgroups, whose samples are compared with their like alone, those of one subgroup must.
 
     A group of one has std 0 and is refused (False, not NaN). With min_std 0 rewards are compared for equality, so rounding in the
     mean of equal rewards cannot pass for a difference.

@@ -1,10 +1,10 @@
 """Rollouts that were generated and scored elsewhere, as the source of batches of a run: tokens, log-probs, weight versions and rewards.
 
-A file has a line for each sample, in one of two forms. What another program knows about a response:
+A file has a line for each sample, in one of two forms. One has what another program knows about a response:
 
     {"prompt_tokens": [5, 6], "response_tokens": [7, 1], "log_probs": [-0.1, -0.5], "reward": 1.0, "group": "a", "weight_version": 3}
 
-or a sample as write_samples writes it, whose columns are aligned with its tokens:
+The other is a sample as write_samples writes it, whose columns are aligned with its tokens:
 
     {"tokens": [5, 6, 7, 1], "loss_mask": [0, 0, 1, 1], "rollout_log_probs": [0, 0, -0.1, -0.5], "reward": 1.0, "group_index": 0, ...}
 

@@ -205,7 +205,7 @@ def describe_update(sample: Sample, columns: Mapping[str, Tensor]) -> UpdateReco
 
     Args:
         columns: # [T] each, at least as long as the sample, as train_on_rollouts tells them (RecordRequest). Those besides log_prob,
-            loss_weight and ratio are marks of 0 and 1. Of a column with a number that is not finite nothing is kept.
+            loss_weight and ratio are marks of 0 and 1. A column with a number that is not finite is not kept.
     """
     trained = np.asarray(sample.loss_mask) > 0
     known = {name: _to_array(column)[: len(trained)] for name, column in columns.items()}

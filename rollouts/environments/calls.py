@@ -259,6 +259,8 @@ async def _call(
     except _PASSING:
         raise
     except CodeBlocked as block:
+        if block.timeout_s != timeout_s:  # the alarm of a caller, which has less time
+            raise
         late = f"{name} did not return within {timeout_s:g} s {about}: it blocked the event loop at {block.place}"
         raise EnvironmentFault(f"{late}. Make it faster, let it run in a thread, or raise the timeout") from block
     except BaseException as error:  # the environment is the user's: whatever it raises is its own fault, handled by the user's policy

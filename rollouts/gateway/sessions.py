@@ -1,7 +1,7 @@
 """Sessions of a gateway: each answer recorded with its tokens as sampled, and found again where a request's history extends it.
 
 A session is a tree of answers. A request whose messages begin with the history of an answer, that answer included as the client got it,
-goes on behind the answer's own tokens: only the messages behind it are tokenized. Of several such answers the one with the longest history
+goes on behind the answer's own tokens: only the messages behind it are tokenized. Among such answers the one with the longest history
 counts. A request whose history is another (edited, shortened, of another sub-agent), or is rewritten by the chat template, begins a
 context of its own; several requests that extend the same answer (retries, n, sub-agents) are branches behind it.
 """

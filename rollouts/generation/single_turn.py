@@ -142,9 +142,10 @@ def create_generate_fn(
 
     Args:
         engines: at least one. The prompt with index i goes to engine i % len(engines), so the same run asks the same engine again.
-        params, seed, template_kwargs: see generate_group.
+        params: see generate_group.
+        seed, template_kwargs: see GroupSettings.
         num_greedy: greedy samples beside the n of each call; the same as RolloutConfig.n_baseline_samples.
-        one_request_per_group: one request for the n samples of a new group; see generate_group.
+        one_request_per_group: one request for the n samples of a new group; see GroupSettings.one_request.
 
     Returns: async generate_fn(prompt, n, partial=()) -> Group, which continues unfinished groups.
     Raises: ConfigError if there is no engine, or an engine without EngineFeature.GROUPS for one_request_per_group.

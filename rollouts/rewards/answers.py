@@ -187,7 +187,7 @@ def _match_format(sample: Sample, *, pattern: re.Pattern[str]) -> float:
 def create_length_penalty(*, free_tokens: int, per_token: float, most: float = math.inf) -> Callable[[Sample], float]:
     """Create a reward of -per_token for each token of a response beyond the first free_tokens, at least -most.
 
-    See evaluate.create_overlong_penalty for a penalty on the last tokens of a budget.
+    See create_overlong_penalty for a penalty on the last tokens of a budget.
 
     Raises: ConfigError for a number out of range.
     """

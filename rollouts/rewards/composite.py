@@ -169,7 +169,7 @@ class CompositeGroupReward:
         return any(getattr(function, "has_own_deadline", False) for function in self.functions.values())
 
     def limit_calls(self, timeout_s: float | None) -> CompositeGroupReward:
-        """Return the composite with a deadline for each component without one of its own; see calls.RewardFn."""
+        """Return the composite with a deadline for each component without one of its own; see evaluate.RewardFn."""
         return replace(self, timeout_s=timeout_s)
 
     async def __call__(self, sample: Sample) -> EvaluateResult:
@@ -194,7 +194,7 @@ class CompositeGroupReward:
 
 @dataclass(frozen=True)
 class CompositeSource(UnopenedReward):
-    """Composite with components that are still to be opened: a calls.RewardSource."""
+    """Composite with components that are still to be opened: a evaluate.RewardSource."""
 
     functions: Mapping[str, Any]
     weights: Mapping[str, float]

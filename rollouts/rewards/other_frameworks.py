@@ -88,7 +88,7 @@ class SolutionReward:
         """Return the EvaluateResult of a sample; for an async function an awaitable of it.
 
         solution_str is the response, ground_truth the metadata of that name, data_source and extra_info the metadata of these names or
-        "" and all metadata. Of a dict, "score" is the reward and other numbers are metrics.
+        "" and all metadata. In a dict, "score" is the reward and other numbers are metrics.
 
         Raises: RewardError if the function needs metadata that the sample lacks, or returns neither a number nor a dict with "score".
         """

@@ -95,7 +95,7 @@ def _copy(environment: Any) -> Any:
 
 def complete_environment(environment: Any) -> Environment:
     """Return an environment with all methods of the protocol: itself, or a shell round one whose reset takes no argument or that leaves
-    get_state_description or get_prompt_prefix out. What lacks reset or step stays as it is, for the error of the episode."""
+    get_state_description or get_prompt_prefix out. One without reset or step stays as it is, for the error of the episode."""
     methods = ("reset", "step", "get_state_description", "get_prompt_prefix")
     missing = [name for name in methods if not callable(getattr(environment, name, None))]
     if {"reset", "step"} & set(missing) or (not missing and not _resets_plainly(environment)):

@@ -467,7 +467,9 @@ def test_grpo_loss_equals_a_two_by_three_example_computed_by_hand():
     advantages = torch.tensor([1.0, -2.0])
     # row 0: p(1) = 3/4 after token 0, p(0) = 3/4 after token 1; row 1: p(1) = 1/4 after token 0
     expected = -(1 * b + 1 * b + -2 * a) / 3
-    assert float(grpo_loss(logits, labels, mask, advantages).loss) == pytest.approx(expected, abs=1e-6)
+    found = grpo_loss(logits, labels, mask, advantages)
+    assert float(found.loss) == pytest.approx(expected, abs=1e-6)
+    assert not {"ratio_mean", "approx_kl"} & set(found.metrics), "there is no old policy to compare with"
     assert float(reinforce_loss(logits, labels, mask, advantages[:, None].expand(2, 3)).loss) == pytest.approx(expected, abs=1e-6)
     loss, metrics = ppo_loss(logits, labels, mask, advantages, torch.tensor([[0.0, b, b], [0.0, a, 0.0]]))
     assert float(loss) == pytest.approx(-(1 + 1 - 2) / 3, abs=1e-6)

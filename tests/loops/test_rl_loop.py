@@ -447,6 +447,45 @@ async def test_an_abandoned_step_loses_only_itself(tmp_path: Path, where: str):
     assert read_without_timings(log) == read_without_timings(tmp_path / "straight.jsonl")
 
 
+async def test_the_evaluation_that_a_resumed_run_makes_first_can_be_given_up(tmp_path: Path):
+    """Each run hangs in the evaluation of its second step, until a third one makes it."""
+    config = RLTrainingConfig(num_steps=3, weight_sync="memory", eval_every=2)
+    log, hangs, makes_it = tmp_path / "metrics.jsonl", trio.Event(), False
+
+    async def evaluate(engine) -> dict[str, float]:
+        version = await engine.get_weight_version()
+        if version == 2 and not makes_it:
+            hangs.set()
+            await trio.sleep_forever()
+        return {"eval_version": float(version)}
+
+    async def give_up(**options) -> None:
+        nonlocal hangs
+        hangs, abandonment = trio.Event(), Abandonment()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(partial(run, parts, config, JSONLLogger(log), abandonment=abandonment, **options))
+            await hangs.wait()
+            abandonment.request()
+
+    def prepare() -> dict[str, object]:
+        return {"checkpoint_dir": tmp_path, "evaluate": partial(evaluate, parts[3])}
+
+    async def restore():
+        checkpoint = latest_checkpoint(tmp_path)
+        assert checkpoint is not None and checkpoint.name == "step_0002"
+        return await restore_rl_run(checkpoint, parts[0], parts[2], [parts[3]], config)
+
+    parts = make_run()
+    with trio.fail_after(30):
+        await give_up(**prepare())
+        parts = make_run()
+        await give_up(resume=await restore(), **prepare())
+    parts, makes_it = make_run(), True
+    await run(parts, config, JSONLLogger(log), resume=await restore(), **prepare())
+    assert [line["step"] for line in read_metrics(log) if line.get("eval_version") == 2] == [2]
+    assert [line["step"] for line in read_metrics(log)][-2:] == [2, 3]
+
+
 async def test_a_step_that_is_abandoned_before_any_has_ended_writes_nothing(tmp_path: Path):
     abandonment = Abandonment()
     abandonment.request()

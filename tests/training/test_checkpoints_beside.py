@@ -170,7 +170,8 @@ async def test_a_cancelled_run_completes_the_checkpoint_that_it_has_begun(tmp_pa
     assert backend.written == [0]
 
 
-async def test_a_cancelled_run_tells_that_its_checkpoint_could_not_be_written(tmp_path: Path):
+@pytest.mark.parametrize("is_nested", [False, True])
+async def test_a_cancelled_run_tells_that_its_checkpoint_could_not_be_written(is_nested: bool, tmp_path: Path):
     backend = StagingBackend(waits_for_update=1, errors={0: full_disk()})
     with pytest.raises(CheckpointError, match="the disk is full"), trio.move_on_after(PATIENCE_S) as scope:
         async with open_checkpoints(backend, tmp_path, 2) as checkpoints:
@@ -178,6 +179,9 @@ async def test_a_cancelled_run_tells_that_its_checkpoint_could_not_be_written(tm
             await checkpoints.save(RunState(stage="sft", step=1), {})
             scope.cancel()
             threading.Timer(0.05, backend.reached.set).start()
+            if is_nested:  # its nursery raises a group, as that of an asynchronous run
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(trio.sleep_forever)
             await trio.sleep_forever()
 
 

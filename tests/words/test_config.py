@@ -85,6 +85,8 @@ BAD_VALUES = [
     (SFTTrainingConfig, {"checkpoint_every": -1}, "checkpoint_every"),
     (SFTTrainingConfig, {"eval_every": 0.5}, "eval_every"),
     (SFTTrainingConfig, {"max_tokens_per_microbatch": 0}, "max_tokens_per_microbatch"),
+    (SFTTrainingConfig, {"dropout": "False"}, "dropout is 'False'"),
+    (RLTrainingConfig, {"dropout": "False"}, "dropout is 'False'"),
     (RLTrainingConfig, {"num_steps": 0}, "num_steps"),
     (RLTrainingConfig, {"sync_every": 0}, "sync_every"),
     (RLTrainingConfig, {"num_epochs": 0}, "num_epochs"),

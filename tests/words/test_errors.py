@@ -114,6 +114,17 @@ async def test_one_failure_of_a_nursery_is_raised_as_itself():
             outer.start_soon(trio.sleep_forever)
 
 
+async def test_notes_on_the_groups_of_one_failure_stay():
+    with pytest.raises(DataError, match="the file") as caught, raise_single_errors():
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fail, DataError("the file"))
+        except ExceptionGroup as group:
+            group.add_note("while working on prompt 3")
+            raise
+    assert caught.value.__notes__ == ["while working on prompt 3"]
+
+
 async def test_several_failures_stay_a_group():
     with pytest.raises(ExceptionGroup) as caught, raise_single_errors():
         async with trio.open_nursery() as nursery:

@@ -267,3 +267,19 @@ async def test_sync_environments_and_tools_that_block_the_event_loop_are_ended_b
     with pytest.raises(EnvironmentFault, match=r"did not return within 0\.1 s .*it blocked the event loop at"):
         async with open_environment(blocks, timeout_s=0.1):
             pass
+
+
+@pytest.mark.parametrize("timeout_s", [None, 30.0])
+async def test_the_deadline_of_a_caller_is_not_taken_for_that_of_its_tool(timeout_s: float | None):
+    def blocks() -> str:
+        """Takes too long."""
+        time.sleep(20)
+        return "late"
+
+    tool: Tool = create_tool(blocks, timeout_s=timeout_s, in_thread=False)
+
+    async def asks_a_tool(sample: Sample) -> float:
+        return float(len(await call_tool(tool, {})))
+
+    (judgement,) = await judge_samples(asks_a_tool, [Sample(tokens=(1,), loss_mask=(1.0,))], RewardConfig(timeout_s=0.2))
+    assert "asks_a_tool (" in str(judgement.error) and ") did not return within 0.2 s" in str(judgement.error)

@@ -1,4 +1,4 @@
-"""Stages of a run: supervised fine-tuning and reinforcement learning. That of preferences is in preference.py."""
+"""Stages of a run: supervised fine-tuning and reinforcement learning. The stage of preferences is in preference.py."""
 
 from __future__ import annotations
 

@@ -545,7 +545,7 @@ class FSDPTrainingBackend:
 
 
 def plan_rank_rows(lengths: Sequence[int], num_shards: int, rows_per_unit: int = 1) -> list[list[int]]:
-    """Deal rows to ranks by batching.plan_shards, so that ranks have nearly the same number of tokens; a rank may get none.
+    """Deal rows to ranks by batches.plan_shards, so that ranks have nearly the same number of tokens; a rank may get none.
 
     Args:
         lengths: real tokens of each row.

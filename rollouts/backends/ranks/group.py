@@ -245,7 +245,7 @@ class RankGroup:
         raised = error if cause.rank == 0 and error is not None else make_error(cause, operation)
         if missing:
             self._break(str(raised).split("\n")[0])
-        raise raised from None
+        raise raised
 
     def _break(self, reason: str) -> None:
         """Tell every rank to end; no command can follow."""

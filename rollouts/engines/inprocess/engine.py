@@ -110,7 +110,7 @@ class InProcessEngine:
             seed: seed of requests without one, which are numbered in order of arrival.
             kv_cache_on_update: treatment of keys and values of running sequences when weights change.
             prefix_cache_tokens: maximum number of tokens with keys and values kept, until the next update of the weights, for prompts that
-                begin alike; 0 = none. What is kept changes no numbers on a CPU. A model without slots keeps nothing.
+                begin alike; 0 = none. Kept ones change no numbers on a CPU. A model without slots keeps nothing.
             record_experts: completions have the experts that the routers of a mixture of experts chose, for their replay in training.
             cuda_graphs: decode by CUDA graphs, one for each bucket of slots and lengths, see graphs.py.
             kernels: kernels of linear layers on a CPU, such as choose_kernels chooses; "packed" packs large weights alone.
@@ -341,7 +341,7 @@ class InProcessEngine:
     def _find_prefixes(self, prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Return the prefixes of the prompts, each computed once for all requests that wait for it at the same time.
 
-        What is in one pass, and so the last bits of its numbers, follows from the requests in flight, not from those before them.
+        The content of a pass, and so the last bits of its numbers, follows from the requests in flight, not from those before them.
         """
         wanted = dict.fromkeys(prompts)
         for batch in _split_by_tokens([prompt for prompt in wanted if prompt not in self._prefixes], _PREFILL_TOKENS):

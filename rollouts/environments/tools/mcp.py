@@ -298,7 +298,7 @@ async def connect_pipes(server: McpServer) -> AsyncGenerator[tuple[Any, Any]]:
 
 
 async def _read(server: McpServer, to_client: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
-    """Pass on the messages of a server, one a line. What is no message is an exception, which the client leaves out."""
+    """Pass on the messages of a server, one a line. A line that is no message becomes an exception, which the client leaves out."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 

@@ -99,6 +99,8 @@ async def call_tool(tool: Tool, arguments: Mapping[str, Any]) -> str:
     except (ToolFault, ToolArgumentError, SandboxError, EpisodeInterrupted):
         raise
     except CodeBlocked as block:
+        if block.timeout_s != tool.timeout_s:  # the alarm of a caller, which has less time
+            raise
         late = f"tool {tool.name} did not return within {tool.timeout_s:g} s: it blocked the event loop at {block.place}"
         raise ToolFault(f"{late}. Make it faster, let it run in a thread, or raise its timeout_s") from block
     except BaseException as error:  # the tool is the user's: whatever it raises, the policy for failed tools decides

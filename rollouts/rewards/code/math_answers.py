@@ -29,7 +29,7 @@ from rollouts.types import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class MathReward(UnopenedReward):
-    """Reward 1 if a response's last answer equals metadata["ground_truth"] as mathematics, else 0 (a calls.RewardSource).
+    """Reward 1 if a response's last answer equals metadata["ground_truth"] as mathematics, else 0 (a evaluate.RewardSource).
 
     An answer is the content of \\boxed{...}, $...$ and the like, or the last number or expression. The metric answer_found is 1 if there is
     one, and answer_compared is 1 if the comparison finished within the limits. An answer whose comparison did not is wrong: that is the

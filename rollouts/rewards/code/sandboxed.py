@@ -32,7 +32,7 @@ _CALL_REWARD = "rollouts.rewards.code.worker:call_reward"
 
 @dataclass(frozen=True)
 class SandboxedReward(UnopenedReward):
-    """A function of a file, called in a sandbox (a calls.RewardSource). Its failures are RewardErrors of its samples."""
+    """A function of a file, called in a sandbox (a evaluate.RewardSource). Its failures are RewardErrors of its samples."""
 
     reference: str  # "path/to/file.py:name"
     num_workers: int = 2  # calls at the same time

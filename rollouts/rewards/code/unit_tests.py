@@ -118,7 +118,7 @@ class TestPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class CodeReward(UnopenedReward):
-    """Reward for the tests that a response's program passes (a calls.RewardSource). The metric tests_passed is their fraction.
+    """Reward for the tests that a response's program passes (a evaluate.RewardSource). The metric tests_passed is their fraction.
 
     The program is the last ``` block of the response, or all of it without one. The metric tests_undecided is the fraction of tests that
     did not pass because they ask an object of the program for a verdict; tests_left_out is the fraction that `inseparable` left out.

@@ -157,7 +157,7 @@ class LoopbackServer:
                 await trio.sleep(_LOOK_S)
 
     def add_fault(self, fault: Fault) -> None:
-        """Activate a fault from now on. Of several faults that apply, the one added first takes effect."""
+        """Activate a fault from now on. If several faults apply, the one added first takes effect."""
         self._faults.append(_ActiveFault(fault))
 
     def clear_faults(self) -> None:

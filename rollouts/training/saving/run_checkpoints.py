@@ -163,11 +163,18 @@ async def open_checkpoints(
                     with trio.CancelScope(shield=True):
                         await checkpoints.wait()
                 except Exception as error:
-                    if isinstance(ended, trio.Cancelled):  # trio drops it, and would drop its notes
+                    if is_cancelled(ended):  # trio drops it, and would drop its notes
                         raise error from ended
                     ended.add_note(f"beside it, a checkpoint could not be written: {error}")
                 raise
             await checkpoints.wait()
+
+
+def is_cancelled(ended: BaseException) -> bool:
+    """Whether a block was only cancelled; nurseries in it raise groups."""
+    if isinstance(ended, BaseExceptionGroup):
+        return all(map(is_cancelled, ended.exceptions))
+    return isinstance(ended, trio.Cancelled)
 
 
 def _protect_while_skipping(checkpoint_dir: Path, metrics: Mapping[str, float]) -> tuple[Path, ...]:
