@@ -15,12 +15,13 @@ from rank_processes import check_records, start_ranks
 from rollouts.algorithms.loss_weights import token_mean
 from rollouts.algorithms.losses import sft_loss
 from rollouts.backends.factory import create_pytorch_backend
-from rollouts.backends.fsdp.backend import FSDPTrainingBackend, combine_metrics, combine_recorded, combine_rows, plan_rank_rows
+from rollouts.backends.fsdp.backend import FSDPTrainingBackend
 from rollouts.backends.fsdp.config import FSDPConfig
 from rollouts.backends.fsdp.factory import create_fsdp_backend
 from rollouts.backends.optim.optimizers import create_adamw_optimizer
 from rollouts.backends.protocol import BackendFeature, get_backend_features
 from rollouts.backends.ranks.distributed import init_distributed
+from rollouts.backends.ranks.rows import combine_metrics, combine_recorded, combine_rows, plan_rank_rows
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import BadNumbers
 from rollouts.data.collate import collate_samples

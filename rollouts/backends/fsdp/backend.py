@@ -4,7 +4,7 @@ Every process (rank) has one FSDPTrainingBackend, calls the same methods in the 
 results; a rank takes its own rows out of a batch. With one process it is a TrainingBackend like any other and needs no launcher.
 
 If one process leads (it alone has the batches), the other ranks are given only their rows: forward_shard and forward_backward_shard compute
-this rank's part; plan_rank_rows comes before them, combine_rows, combine_metrics and combine_recorded come after.
+this rank's part; the functions of ranks/rows.py come before and after them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rollouts.algorithms.losses import merge_metrics
 from rollouts.backends.fsdp.checkpoint import (
     AsyncWriter,
     Progress,
@@ -49,9 +48,17 @@ from rollouts.backends.optim.updates import (
 )
 from rollouts.backends.protocol import BackendFeature, Future, OutputFn, list_metrics
 from rollouts.backends.ranks.distributed import Ranks, all_gather, explain_failures, gather_values, init_distributed
+from rollouts.backends.ranks.rows import (
+    combine_metrics,
+    combine_recorded,
+    combine_rows,
+    count_unit_rows,
+    pack_recorded,
+    plan_rank_rows,
+    select_part,
+)
 from rollouts.backends.unread_metrics import MetricReads, RecordedTokens, UnreadMetrics, list_recorded
 from rollouts.backends.weights.export import export_sharded
-from rollouts.batches import plan_shards, select_rows
 from rollouts.config import BadNumbers
 from rollouts.data.model_limits import read_limits
 from rollouts.errors import BadNumberError
@@ -542,66 +549,6 @@ class FSDPTrainingBackend:
                     yield
             else:
                 yield
-
-
-def plan_rank_rows(lengths: Sequence[int], num_shards: int, rows_per_unit: int = 1) -> list[list[int]]:
-    """Deal rows to ranks by batches.plan_shards, so that ranks have nearly the same number of tokens; a rank may get none.
-
-    Args:
-        lengths: real tokens of each row.
-        rows_per_unit: consecutive rows that stay together.
-
-    Returns: positions of each rank's rows, ascending; every row exactly once.
-    """
-    units = [range(i, min(i + rows_per_unit, len(lengths))) for i in range(0, len(lengths), rows_per_unit)]
-    plan = plan_shards([sum(lengths[row] for row in unit) for unit in units], num_shards)
-    return [[row for i in part for row in units[i]] for part in plan]
-
-
-def count_unit_rows(batch: TrainBatch, rows_per_unit: int) -> int:
-    """Return the consecutive rows of a batch that one rank computes together: 2 if the loss compares its pairs."""
-    return rows_per_unit if batch.pair_ids is None else 2
-
-
-def select_part(batch: TrainBatch, rows: Sequence[int]) -> TrainBatch | None:
-    """Select rows of a batch; None if there are none."""
-    return select_rows(batch, rows) if rows else None
-
-
-def combine_rows(parts: Sequence[Tensor | None], plan: Sequence[Sequence[int]], shape: tuple[int, int]) -> Tensor:
-    """Combine the results of all ranks into one tensor.
-
-    Args:
-        parts: # [rows of the rank, T of its rows, ...]; None for a rank without rows.
-        plan: result of plan_rank_rows.
-        shape: (B, T) of the whole batch.
-
-    Returns: # [B, T, ...]; 0 past the end of a part.
-    """
-    present = [(part, rows) for part, rows in zip(parts, plan, strict=True) if part is not None]
-    assert present, "no rank has rows"
-    first = present[0][0]
-    out = torch.zeros((*shape, *first.shape[2:]), dtype=first.dtype)
-    for part, rows in present:
-        out[torch.tensor(rows), : part.shape[1]] = part
-    return out
-
-
-def combine_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine each rank's metrics of one forward_backward: loss and num_tokens add, means are weighted by tokens."""
-    means = [({k: v for k, v in part.items() if k not in ("loss", "num_tokens")}, int(part["num_tokens"])) for part in parts]
-    return {key: sum(part[key] for part in parts) for key in ("loss", "num_tokens")} | merge_metrics(means)
-
-
-def pack_recorded(records: Sequence[RecordedTokens]) -> list[tuple[int, tuple[int, ...], dict[str, Tensor]]]:
-    """Return records as values that ranks exchange."""
-    return [(one.call, one.numbers, dict(one.columns)) for one in records]
-
-
-def combine_recorded(parts: Sequence[Sequence[tuple[int, tuple[int, ...], dict[str, Tensor]]]]) -> tuple[RecordedTokens, ...]:
-    """Combine the packed records of all ranks: in the order of the calls, and by rank in each."""
-    records = [RecordedTokens(numbers, columns, call) for part in parts for call, numbers, columns in part]
-    return tuple(sorted(records, key=lambda one: one.call))
 
 
 def _combine_one(own: Mapping[str, float]) -> dict[str, float]:

@@ -10,7 +10,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from rollouts.backends.fsdp.backend import (
+from rollouts.backends.futures import ImmediateTrainFuture
+from rollouts.backends.lora.adapters import adapters_off
+from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
+from rollouts.backends.ranks.group import RankGroup
+from rollouts.backends.ranks.rows import (
     combine_metrics,
     combine_recorded,
     combine_rows,
@@ -19,10 +23,6 @@ from rollouts.backends.fsdp.backend import (
     plan_rank_rows,
     select_part,
 )
-from rollouts.backends.futures import ImmediateTrainFuture
-from rollouts.backends.lora.adapters import adapters_off
-from rollouts.backends.protocol import BackendFeature, Future, OutputFn, find_outputs, find_token_spec, get_backend_features
-from rollouts.backends.ranks.group import RankGroup
 from rollouts.backends.unread_metrics import RecordedTokens, UnreadMetrics
 from rollouts.models.forward.passes import check_batch
 from rollouts.models.tokens import TokenSpec
