@@ -230,8 +230,10 @@ async def _check_engines(
     patient: Patient, trainer: TrainingBackend, prompts: Sequence[Sequence[int]], directory: Path, say: Say
 ) -> list[Finding]:
     config = patient.config
-    opened = open_engines(config, patient.model, patient.tokenizer, directory, source=find_directory(config, None), environment={}, say=say)
-    async with opened as engines:
+    source, environment = find_directory(config, None), dict(os.environ)  # servers get it, and it has their key
+    async with open_engines(
+        config, patient.model, patient.tokenizer, directory, source=source, environment=environment, say=say
+    ) as engines:
         engine: InferenceEngine = engines[0]
         temperature = config.generation.temperature
         findings = await check_engine(engine, trainer, prompts, precision=patient.precision, temperature=temperature)

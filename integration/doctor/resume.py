@@ -75,6 +75,7 @@ def shorten(mode: str) -> list[str]:
     small = ["--mode", mode, "--quiet", "--sft.num-steps", str(_STEPS), "--rl.num-steps", str(_STEPS), "--evaluation.num-prompts", "4"]
     small += ["--checkpoint.sft-every", "1", "--checkpoint.rl-every", "1", "--checkpoint.keep-last-n", str(_STEPS)]
     small += ["--preference.num-steps", str(_STEPS), "--preference.checkpoint-every", "1"] if "dpo" in mode else []
+    small += ["--critic.warmup-steps", "0"] if "rl" in mode else []  # it may be longer than three steps
     return [*small, "--push-to-hub", "None", "--loggers"]
 
 

@@ -36,6 +36,7 @@ from integration.settings.command_line import (
 from integration.settings.config import SELF_MADE_TASKS, Config
 from integration.settings.help_text import Screen, name_as_started
 from integration.settings.option_effects import find_changes, spell_option
+from integration.settings.sections.addresses import is_url
 from integration.settings.sections.backend import BackendSection
 from integration.settings.sections.engine import EngineSection
 from integration.settings.sections.model import LoRASection
@@ -167,7 +168,27 @@ def parse(argv: Sequence[str]) -> Command:
     idle = [name for name in sorted(find_changes(arguments.config, base)) if name.partition(".")[0] in _TRAINING]
     if idle:
         raise ConfigError(f"{spell_option(idle[0])} is about training, and has no effect in an evaluation: leave it out")
+    _check_held_out(models, arguments, base)
+    unread = {"engine.launch"} if any(map(is_url, models)) else {"engine.kind", "engine.launch", "engine.urls"}
+    if found := sorted(unread & find_changes(arguments.config, base)):
+        raise ConfigError(
+            f"{spell_option(found[0])} is about the servers of a run, and an evaluation loads {', '.join(models)} into this process: start "
+            "a server by itself and name its address as MODEL, or leave the option out"
+        )
     return Command(models=models, arguments=arguments, has_task=bool(arguments.tasks) or not _lacks_task(models, flags, arguments))
+
+
+def _check_held_out(models: Sequence[str], arguments: Arguments, base: Config) -> None:
+    """Raise ConfigError if more problems are asked for than the run of a MODEL holds out of what it trains on."""
+    wanted, held = arguments.num_prompts or arguments.config.evaluation.num_prompts, base.evaluation.num_prompts
+    is_own = arguments.config.task == base.task and (not arguments.tasks or base.task in arguments.tasks)
+    splits = base.data.eval_path is None and (base.task != "environment" or base.data.path is not None)
+    if is_own and splits and wanted > held and any(map(find_run, map(Path, models))):
+        option = "--num-prompts" if arguments.num_prompts is not None else "--evaluation.num-prompts"
+        raise ConfigError(
+            f"{option} is {wanted}, but the run holds out {held} problems at most, and is trained on the others: give at most {held}, or a "
+            "data file of other problems (--tasks FILE.jsonl)"
+        )
 
 
 def _lacks_task(models: Sequence[str], flags: Sequence[str], arguments: Arguments) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -39,8 +40,9 @@ from integration.tasks.task import Task
 from rollouts.agents.policies import EngineAgentPolicy
 from rollouts.checks import parse_json
 from rollouts.config_files import to_dict
+from rollouts.data.samples import describe_sample
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, raise_single_errors
+from rollouts.errors import ConfigError, DataError, locate_error, raise_single_errors
 from rollouts.generation.contract import note_prompt
 from rollouts.generation.evaluation import EVALUATION_PREFIX
 from rollouts.generation.single_turn import GroupSettings, generate_group
@@ -100,6 +102,13 @@ def create_plan(models: Sequence[str], arguments: Arguments, *, has_task: bool =
 
     Raises: ConfigError, DataError naming models and tasks as typed.
     """
+    agent = arguments.config.agent
+    if agent.is_used:
+        name = "command" if agent.command is not None else "function"
+        raise ConfigError(
+            f"agent.{name} is {getattr(agent, name)!r}, but an evaluation lets the model answer by itself and starts no program: read "
+            f"eval_accuracy in metrics.jsonl of the run, or give --agent.{name} None to judge plain answers"
+        )
     environment = dict(os.environ)
     units: dict[str, tuple[Unit, ...]] = {}
     tokenizers: dict[str, PreTrainedTokenizerBase] = {}
@@ -209,7 +218,16 @@ async def _evaluate_unit(plan: Plan, unit: Unit, engine: InferenceEngine, record
 
 
 def _ask(answer: Answer, sample: Sample) -> str | None:
-    found = answer(sample)
+    try:
+        found: object = answer(sample)
+    except (Exception, SystemExit) as error:  # the function is the user's
+        raise DataError(
+            f"--answer failed on {describe_sample(sample)}: {type(error).__name__}: {error} ({locate_error(error)}): repair it; the same "
+            "command goes on behind what is finished"
+        ) from error
+    if inspect.iscoroutine(found):
+        found.close()
+        raise DataError("--answer names an async function: give a plain one, which returns a text or None")
     return None if found is None else str(found)
 
 

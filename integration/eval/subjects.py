@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from integration.parts.adapters import ADAPTER_CONFIG, find_base, merge_adapters
-from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine
+from integration.parts.engines import create_embedded_engine, create_fleet_config, create_server_engine, read_api_key
 from integration.parts.model_settings import check_kind, read_model_config
 from integration.parts.models import create_model
 from integration.run.directory import find_result
@@ -110,7 +111,8 @@ def _find_on_hub(model: str, config: Config) -> Subject:
 
 def _find_servers(model: str, section: EngineSection, tokenizer: str | None) -> Subject:
     urls = tuple(url.rstrip("/") for url in model.split(",") if url)
-    kinds, directories = zip(*(_ask_server(url, section.deadlines) for url in urls), strict=True)
+    key = read_api_key("engine", section.api_key_variable, os.environ)
+    kinds, directories = zip(*(_ask_server(url, section.deadlines, key) for url in urls), strict=True)
     kind = kinds[0] if section.kind == "inprocess" else section.kind
     if len(set(kinds)) > 1:
         raise ConfigError(f"MODEL {model} names servers of several kinds ({', '.join(kinds)}): name servers of one kind")
@@ -121,11 +123,12 @@ def _find_servers(model: str, section: EngineSection, tokenizer: str | None) -> 
     return Subject(name=model, directory=path, urls=urls, kind=kind)
 
 
-def _ask_server(url: str, deadlines: DeadlinesSection) -> tuple[str, str]:
+def _ask_server(url: str, deadlines: DeadlinesSection, api_key: str | None) -> tuple[str, str]:
     """Return the kind of a server, and the model that it says it serves. Raises ConfigError if it does not answer as either kind."""
     try:
         timeout = httpx.Timeout(deadlines.health_s, connect=deadlines.connect_s)
-        with httpx.Client(base_url=url, timeout=timeout, trust_env=False) as client:
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        with httpx.Client(base_url=url, timeout=timeout, trust_env=False, headers=headers) as client:
             info = client.get("/model_info")
             if info.status_code == 200 and "model_path" in info.json():
                 return "sglang", str(info.json()["model_path"])
@@ -133,7 +136,13 @@ def _ask_server(url: str, deadlines: DeadlinesSection) -> tuple[str, str]:
                 raise ConfigError(
                     f"{url} answers, but neither as vLLM (/version) nor as SGLang (/model_info): name a server of one of them"
                 )
-            models = client.get("/v1/models").json()["data"]
+            listed = client.get("/v1/models")
+            if listed.status_code in (401, 403):
+                raise ConfigError(
+                    f"{url} wants an API key, and {'none is given' if api_key is None else 'refuses that of --engine.api-key-variable'}: "
+                    f"name the environment variable with its key: --engine.kind vllm --engine.urls {url} --engine.api-key-variable NAME"
+                )
+            models = listed.json()["data"]
             return "vllm", str(models[0].get("root") or models[0]["id"])
     except httpx.TimeoutException as error:
         name = "connect_s" if isinstance(error, httpx.ConnectTimeout) else "health_s"

@@ -5,6 +5,7 @@ A run reads the files of the cache. Its config.json keeps the names and the comm
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ AnyConfig = TypeVar("AnyConfig", Config, RewardModelConfig)
 
 _PLACES = (("model", "path"), ("reference", "path"), ("teacher", "path"), ("teacher", "tokenizer"), ("critic", "path"), ("reward", "model"))
 """Settings that name a model: section and field."""
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def names_hub_model(config: Config | RewardModelConfig) -> bool:
@@ -64,11 +67,13 @@ def find_models(config: AnyConfig, *, weights: bool = True, quiet: bool = False)
                     "of the hub, ORG/NAME"
                 )
             continue
-        if own and at is not None and revision not in (None, at):
+        # the commit that a run has recorded for a branch, in a resumed run and in ranks that the command starts
+        settled = own and _COMMIT.fullmatch(revision or "") is not None and _COMMIT.fullmatch(at or "") is None
+        if own and at is not None and revision not in (None, at) and not settled:
             raise ConfigError(f"model.path is {path!r}, and model.revision is {revision!r}: leave one of them out")
         found = find_hub_model(
             name,
-            at or (revision if own else None),
+            revision if settled else at or (revision if own else None),
             weights=weights and field != "tokenizer",
             trust_remote_code=config.model.trust_remote_code,
             option=f"{section}.{field.partition('=')[0]}",

@@ -97,6 +97,10 @@ MAY_CHANGE_ON_RESUME = (
     ),
     *("teacher.url", "backend.kind", "backend.num_processes", "backend.timeout_s", "backend.fsdp.", "on_bad."),
     *(f"rl.asynchronous.{name}" for name in LIMITS_OF_ROLLOUTS),
+    *("reward.timeout_s", "reward.on_error", "reward.max_retries", "episode.timeout_s"),
+    *("agent.timeout_s", "agent.on_error", "agent.max_retries"),
+    *("engine.urls", "engine.startup_timeout_s", "engine.generate_timeout_s", "engine.sync_timeout_s", "engine.deadlines."),
+    *(f"{stage}.max_tokens_per_microbatch" for stage in ("sft", "rl", "preference")),  # bounds memory
 )
 
 

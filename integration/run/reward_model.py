@@ -250,6 +250,7 @@ def run(
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     named = Config(output_dir=config.output_dir)
+    parse_device(config.model.device)  # one that this machine lacks is told before a directory is made
     precision = config.backend.precision(config.model.device)
     check_optimizers(config.backend, {"training": config.training.optimizer}, precision=precision)
     check_loggers(config.loggers)

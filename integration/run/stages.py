@@ -367,8 +367,8 @@ def _create_own_task(config: Config, tokenizer: PreTrainedTokenizerBase, mode: s
     if data.rollouts is not None:
         smallest = 1 if learns_from_single_samples(config.algorithm) else 2
         return create_recorded_task(tokenizer, data.rollouts, rows, smallest_group=smallest, max_tokens=response_tokens(config))
-    if config.task == "gsm8k":  # its rows serve both stages
-        task = create_gsm8k_task(tokenizer, rows, max_tokens=response_tokens(config))
+    if config.task == "gsm8k":  # its rows are problems in every mode; SFT alone reads their solutions
+        task = create_gsm8k_task(tokenizer, replace(rows, with_sft="sft" in mode), max_tokens=response_tokens(config))
     else:
         rows = replace(rows, with_sft="sft" in mode, with_rl="rl" in mode)
         task = create_jsonl_task(tokenizer, rows, max_tokens=response_tokens(config))

@@ -262,7 +262,7 @@ def write_out_short(argv: Sequence[str], names: Sequence[str] = tuple(_LONG)) ->
 def read_named(argv: Sequence[str]) -> Callable[[str], Any]:
     """Return a function of an option's name, as in model.path: its value among the flags or in the file of settings; None = in neither."""
     path = value_of(argv, "--config")
-    settings = {} if path is None or "--resume" in argv else read_settings(Path(path))
+    settings = {} if path is None else read_settings(Path(path))
 
     def find(option: str) -> Any:
         given = value_of(argv, f"--{option}")

@@ -118,7 +118,7 @@ def reads_conversations(config: Config, mode: str) -> bool:
     if config.task == "environment":
         given = config.data.path is not None or bool(config.data.mixture)
         return "sft" in mode and given and config.environment.expert is None
-    return config.task == "gsm8k" or (config.task == "jsonl" and "sft" in mode)  # gsm8k's rows serve both SFT and RL
+    return config.task == "gsm8k" or (config.task == "jsonl" and "sft" in mode)  # a file of settings of gsm8k serves both stages
 
 
 def mixes_data(config: Config, mode: str) -> bool:

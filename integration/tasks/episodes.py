@@ -30,7 +30,7 @@ from rollouts.agents.samples import agent_rollouts_to_samples
 from rollouts.agents.setting import EpisodeSetting, observation_key
 from rollouts.data.datasets import load_jsonl, load_rl_prompts, load_sft_conversations, prepare_sft_samples
 from rollouts.data.model_limits import read_config_limits
-from rollouts.data.rows.loaded import LoadedRows
+from rollouts.data.rows.loaded import LoadedRows, pick_rows
 from rollouts.environments.games.calculator import create_calculator_problems, create_calculator_tool, demonstrate_calculator, grade_answer
 from rollouts.environments.games.grid_world import (
     RULES,
@@ -219,13 +219,15 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
             "plays them, or conversations (--data.path FILE.jsonl, --data.mixture); or leave SFT out with --mode rl"
         )
     prompts: Sequence[Prompt] | None = None
-    num_skipped = 0
+    num_skipped, held = 0, set[str]()
     as_messages = bool(getattr(tokenizer, "chat_template", None)) and not is_character_tokenizer(tokenizer)
     load = partial(load_episode_prompts, as_messages=as_messages, skip_bad_rows=data.skip_bad_rows)
     if data.path is not None:
         loaded = load(Path(data.path))
         prompts, num_skipped = loaded.rows, len(loaded.bad_rows)
         num_heldout = min(num_heldout, len(prompts) // 10)
+        if data.eval_path is None and not data.mixture:
+            held = set(loaded.sources[:num_heldout])
     task = _create_task(
         config,
         tokenizer,
@@ -245,6 +247,8 @@ def create_environment_task(config: Config, tokenizer: PreTrainedTokenizerBase, 
         prepared = prepare_sft_samples(
             tokenizer, rows, max_length=data.max_length, on_overflow=overflow, skip_bad_rows=data.skip_bad_rows, limits=limits
         )
+        if held:  # held-out rows are not trained on
+            prepared = pick_rows(prepared, [i for i, source in enumerate(prepared.sources) if source not in held])
         task = replace(task, sft_samples=prepared.rows)
     return replace(task, num_skipped_rows=num_skipped)
 

@@ -221,7 +221,7 @@ def _read_eval_rows(tokenizer: PreTrainedTokenizerBase, data: OwnData) -> _Rows:
     """
     source = [DatasetSpec(path=str(data.eval_path), columns=data.columns, max_samples=data.num_heldout)]
     talks = _read_all_good(partial(load_sft_conversations, source)) if data.with_sft else None
-    if data.with_rl:
+    if data.with_rl or not data.with_sft:  # an evaluation has neither, and asks the problems
         prompts = _read_prompts(tokenizer, source, data)
     else:
         prompts = _read_all_good(partial(_read_prompts, tokenizer, source, data))

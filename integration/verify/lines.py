@@ -52,13 +52,17 @@ def read_lines(path: Path) -> Lines:
     return Lines(path, content, tuple(rows), tuple(problems), len(rest))
 
 
+_SECTIONS = {"dpo": "preference", "reward_model": "training", "": "training"}
+"""Section of the settings of a stage, where its name is another one."""
+
+
 def check_metrics(lines: Lines, config: Mapping[str, Any]) -> list[Finding]:
     """Check that lines are whole, and that the steps of each stage rise without a gap."""
     if lines.content is None:
         return [judge("metrics", f"{lines.path} is missing", warns=True, advice="nothing, if no step has ended yet; else they are lost")]
     findings: list[Finding] = []
     for stage in sorted({str(row.get("stage", "")) for row in lines.rows}):
-        section = config.get(stage or "training")
+        section = config.get(_SECTIONS.get(stage, stage))
         every = int(cast("Mapping[str, Any]", section).get("log_every", 1)) if isinstance(section, Mapping) else 1
         findings.append(_check_steps(stage, lines.steps_of(stage), every))
     if lines.problems:

@@ -526,6 +526,17 @@ def own_model(tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
+def test_a_resumed_run_with_its_file_of_settings_has_the_same_defaults(own_model: Path):
+    file, run = own_model.parent / "a.toml", own_model.parent / "run"
+    file.write_text(f'[model]\npath = "{own_model}"\n')
+    first = parse_command_line(["--config", str(file)]).config
+    run.mkdir()
+    save_config(first, run / "config.json")
+    (run / "run.json").write_text('{"mode": "sft"}')
+    again = parse_command_line(["--config", str(file), "--resume", "--output-dir", str(run)]).config
+    assert replace(again, output_dir=None) == first
+
+
 def find_rates(config: Config) -> tuple[float, float, float]:
     return config.sft.optimizer.lr, config.rl.optimizer.lr, config.critic.optimizer.lr
 

@@ -423,6 +423,7 @@ def test_the_short_runs_of_the_resume_check_publish_nothing_and_tell_no_logger()
         ["--trajectories.condition", "math:isfinite"],
     ):
         assert parse_command_line([*own, *shorten("rl")]).config.trajectories == parse_command_line(own).config.trajectories
+    assert parse_command_line(["--algorithm", "ppo", "--critic.warmup-steps", "5", *shorten("rl")]).config.critic.warmup_steps == 0
     for mode in ("dpo", "sft+dpo"):
         preference = parse_command_line(["--preference.num-steps", "500", *shorten(mode)]).config.preference
         assert (preference.num_steps, preference.checkpoint_every) == (3, 1), "a run of all its steps would take too long"

@@ -12,10 +12,10 @@ import torch
 
 from integration.settings.config import Config
 from integration.settings.made.budgets import context_tokens, episode_config, response_tokens
-from integration.settings.sections.data import EvaluationSection
+from integration.settings.sections.data import DataSection, EvaluationSection
 from integration.settings.sections.episodes import EnvironmentSection, EpisodeSection
 from integration.settings.sections.stages import SFTSection
-from integration.tasks.episodes import check_demonstrations, create_calculator_task, create_grid_world_task
+from integration.tasks.episodes import check_demonstrations, create_calculator_task, create_environment_task, create_grid_world_task
 from integration.train import main
 from rollouts.agents.setting import observation_key
 from rollouts.algorithms.gigpo_steps import system_apply_gigpo_to_batch_steps
@@ -287,3 +287,12 @@ def test_bad_options_end_in_one_message(arguments: tuple[str, ...], message: str
     captured = capsys.readouterr()
     assert captured.err.count("error: ") == 1 and message in captured.err, captured.err
     assert "Traceback" not in captured.err
+
+
+def test_held_out_rows_of_an_environment_are_not_trained_on():
+    Path("own.py").write_text(ENVIRONMENT)
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"s{k}", "completion": "e"}) + "\n" for k in range(40)))
+    config = Config(task="environment", environment=EnvironmentSection(factory="own.py:Parity"), data=DataSection(path="rows.jsonl"))
+    task = create_environment_task(config, create_char_tokenizer(), "sft+rl")
+    assert (len(task.heldout_prompts), len(task.sft_samples)) == (4, 36)
+    assert not {prompt.content for prompt in task.heldout_prompts} & {sample.prompt for sample in task.sft_samples}

@@ -22,7 +22,7 @@ from integration.eval.__main__ import main, stopped_by_sigterm
 from integration.eval.summary import choose_ks, compare, summarize, write_table
 from integration.run.stages import CHECKPOINTS
 from rollouts.chat.char_tokenizer import create_char_tokenizer
-from rollouts.testing import FakeSGLangServer, FakeVLLMServer, create_tiny_model
+from rollouts.testing import FakeSGLangServer, FakeVLLMServer, VLLMSettings, create_tiny_model
 from rollouts.training.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,12 @@ def graded(sample):
 
 def vote(sample):
     return str(derive_seed(*sample.tokens) % 3)
+
+def broken(sample):
+    return sample.metadata["missing"]
+
+async def late(sample):
+    return "1"
 """
 
 
@@ -203,6 +209,8 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path, capsys):
         assert line["num_prompts"] == 16
         assert line["accuracy"]["value"] == last[stage]["eval_accuracy"]
         assert line["response_length_mean"] == last[stage]["eval_response_length_mean"]
+    assert main([str(tmp_path / "run"), "--num-prompts", "17", "--output-dir", str(tmp_path / "more")]) == 2
+    assert "--num-prompts is 17, but the run holds out 16 problems at most" in capsys.readouterr().err
     sampled = evaluate(str(tmp_path / "run"), "--sampled", "--output-dir", str(tmp_path / "sampled"), capsys=capsys)
     assert sampled["results"][0]["accuracy"]["value"] == last["rl"]["eval_accuracy_sampled"]
 
@@ -243,6 +251,23 @@ async def test_servers_give_what_the_model_they_serve_gives(parts: dict[str, str
     assert len({r["response"] for r in served}) > 1
 
 
+async def test_a_server_with_a_key_is_evaluated(parts: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys):
+    arguments = ["--tasks", parts["rows"], "--generation.max-tokens", "2", "--output-dir", parts["out"], "--quiet"]
+    async with FakeVLLMServer(Path(parts["model"]), VLLMSettings(api_key="a-key-of-the-servers")) as server:
+        assert await trio.to_thread.run_sync(main, [server.url, *arguments]) == 2
+        assert "wants an API key, and none is given" in capsys.readouterr().err
+        monkeypatch.setenv("ENGINE_KEY", "a-key-of-the-servers")
+        key = ["--engine.kind", "vllm", "--engine.urls", server.url, "--engine.api-key-variable", "ENGINE_KEY"]
+        assert await trio.to_thread.run_sync(main, [server.url, *arguments, *key]) == 0
+
+
+@pytest.mark.parametrize(("name", "said"), [("broken", "--answer failed on .*KeyError"), ("late", "names an async function")])
+def test_a_vote_that_fails_is_told(parts: dict[str, str], capsys, name: str, said: str):
+    answer = ["--answer", f"{parts['reward']}:{name}", "--generation.max-tokens", "2"]
+    assert main([parts["model"], "--tasks", parts["rows"], *answer, "--output-dir", parts["out"], "--quiet"]) == 1
+    assert re.search(said, capsys.readouterr().err)
+
+
 # -- errors, before anything is written
 
 
@@ -262,6 +287,9 @@ async def test_servers_give_what_the_model_they_serve_gives(parts: dict[str, str
         (["MODEL", "--tasks", "ROWS", "ROWS"], "twice"),
         (["MODEL", "--tasks", "sort", "--answer", "nowhere.py:f"], "nowhere.py"),
         (["EMPTY"], "EMPTY.*config.json"),
+        (["MODEL", "--tasks", "ROWS", "--agent.command", "python a.py"], "agent.command is 'python a.py', but .* starts no program"),
+        (["MODEL", "--tasks", "sort", "--engine.kind", "vllm", "--engine.launch"], "name its address as MODEL"),
+        (["MODEL", "--tasks", "BARE"], r"bare\.jsonl, line 1: .*expected 'ground_truth' or 'answer'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_is_written(
@@ -269,7 +297,8 @@ def test_mistakes_are_told_before_anything_is_written(
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "EMPTY").mkdir()
-    names = {"MODEL": parts["model"], "ROWS": parts["rows"], "EMPTY": str(tmp_path / "EMPTY")}
+    (tmp_path / "bare.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    names = {"MODEL": parts["model"], "ROWS": parts["rows"], "EMPTY": str(tmp_path / "EMPTY"), "BARE": str(tmp_path / "bare.jsonl")}
     assert main([*(names.get(argument, argument) for argument in arguments), "--output-dir", parts["out"]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not Path(parts["out"]).exists()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import needs
@@ -259,3 +260,13 @@ def test_a_hub_that_never_answers_is_given_up_with_the_variable(
             with pytest.raises(ConfigError, match=r"does not answer within 1 s \(HF_HUB_DOWNLOAD_TIMEOUT\)"):
                 find_hub_model(NAME)
         assert get_session().event_hooks == hooks, "the package is as it was"
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_revision_in_the_name_goes_on_with_its_recorded_commit():
+    config = Config(model=ModelSection(path=f"{NAME}@main"))
+    recorded, local = find_models(config, quiet=True)
+    again = replace(config, model=replace(config.model, revision=recorded.model.revision))  # as a rank, or a resumed run, is told
+    assert find_models(again, quiet=True) == (recorded, local)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        find_models(replace(config, model=replace(config.model, revision="other")), quiet=True)

@@ -267,3 +267,14 @@ def test_gsm8k_files_load_with_their_own_reward():
     sample = Sample(prompt="", tokens=(1,), loss_mask=(1.0,), response="so 18\n#### 18", metadata=task.heldout_prompts[0].metadata)
     assert "#### 18" in solution.response
     assert task.reward_fn(sample) == 1.0 and task.reward_fn(replace(sample, response="#### 19")) == 0.0
+
+
+def test_problems_of_gsm8k_need_no_chat_template_in_rl(tmp_path: Path):
+    tokenizer = create_char_tokenizer()
+    tokenizer.chat_template = None
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": f"#### {i + 1}"}) + "\n" for i in range(20)))
+    create_tiny_model(vocab_size=64).save_pretrained(tmp_path / "model")
+    config = parse_command_line(["--task", "gsm8k", "--data.path", str(path), "--model.path", str(tmp_path / "model")]).config
+    task = create_task(config, tokenizer, "rl")
+    assert task.train_prompts and not task.sft_samples

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from integration.expressions.loggers import RunIdentity, create_loggers
 from integration.run.directory import compare_settings
 from integration.run.exit_status import run_command
-from integration.run.job import describe_settings, favor_computation
+from integration.run.job import MAY_CHANGE_ON_RESUME, describe_settings, favor_computation
 from integration.settings.config import Config
 from integration.settings.sections.engine import EngineSection
 from integration.train import main
@@ -768,3 +768,12 @@ def test_wandb_is_given_the_settings_without_addresses(tmp_path: Path, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     create_loggers(["wandb(project='mine', name='first')"], RunIdentity(directory=tmp_path, settings=describe_settings(config)))
     assert (seen["project"], seen["name"]) == ("mine", "first") and seen["config"] == describe_settings(config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["reward.timeout_s", "engine.generate_timeout_s", "engine.deadlines.outage_s", "episode.timeout_s", "agent.timeout_s", "engine.urls",
+     "rl.max_tokens_per_microbatch"],
+)  # fmt: skip
+def test_a_resumed_run_may_change_what_messages_advise_to(name: str):
+    assert name.startswith(MAY_CHANGE_ON_RESUME)

@@ -284,6 +284,16 @@ def test_a_pretrained_model_has_the_learning_rate_of_one(tmp_path: Path):
     assert find_rate("--model.path", tmp_path / "own", "--training.optimizer.lr", "3e-4") == 3e-4
 
 
+def test_a_device_that_is_not_there_is_told_before_a_directory_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    create_tiny_model(vocab_size=64).save_pretrained(tmp_path / "model")
+    create_char_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"{k}=", "chosen": "1", "rejected": "2"} for k in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = ["--model.path", str(tmp_path / "model"), "--data.path", str(tmp_path / "pairs.jsonl")]
+    assert main([*data, "--model.device", "cuda:7", "--output-dir", str(tmp_path / "rm")]) == 2
+    assert "cuda" in capsys.readouterr().err and not (tmp_path / "rm").exists()
+
+
 def test_labelled_answers_with_other_names_are_pairs_and_no_prompt_is_on_both_sides(tmp_path: Path):
     rows = [{"ask": f"s{i % 12}=", "reply": str(i) if good else f"{i}9", "good": good} for i in range(24) for good in (True, False)]
     path = tmp_path / "answers.jsonl"

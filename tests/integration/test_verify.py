@@ -18,6 +18,7 @@ import torch
 
 from integration.command import main
 from integration.train import main as train
+from integration.verify.lines import check_metrics, read_lines
 from rollouts.sft_loop import run_sft_training
 from rollouts.training.metrics import read_metrics
 
@@ -324,3 +325,10 @@ def test_help_takes_less_than_a_second():
     modules += "except SystemExit: assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", modules], check=True, capture_output=True)
     assert time.monotonic() - started < 20, "two starts of Python on a busy machine"
+
+
+@pytest.mark.parametrize(("stage", "section"), [("dpo", "preference"), ("reward_model", "training"), ("sft", "sft")])
+def test_lines_are_expected_as_often_as_a_stage_logs(stage: str, section: str, tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"stage": stage, "step": step}) + "\n" for step in (0, 10, 20, 25)))
+    assert [finding.status for finding in check_metrics(read_lines(path), {section: {"log_every": 10}})] == ["pass"]
