@@ -29,7 +29,7 @@ from rollouts.chat.tokenize import Messages, parse_messages
 from rollouts.chat.transcript import Transcript, add_action, add_messages, begin_transcript, find_kept
 from rollouts.engines.protocol import InferenceEngine
 from rollouts.environments.protocol import EnvironmentFactory
-from rollouts.errors import GenerationError
+from rollouts.errors import DataError, GenerationError
 from rollouts.seeds import derive_seed
 from rollouts.types import Message, Prompt, SamplingParams
 
@@ -103,9 +103,14 @@ class MultiTurnInferenceEngine:
             messages: first messages; a text is a user's.
             seed: seed of sampling.
 
-        Raises: DataError if the tokenizer's chat template cannot be used.
+        Raises: DataError if the tokenizer's chat template cannot be used, or the last message is the assistant's.
         """
         opening = open_conversation(self._parse(messages), "", "", "", self._config)
+        if opening[-1].role == "assistant":
+            raise DataError(
+                f"the first {len(opening)} messages end with one of the assistant, so there is nothing to answer: put one of the user "
+                "behind it"
+            )
         setting = EpisodeSetting(environment_factory=_no_environment, config=self._config, template_kwargs=self._template_kwargs)
         conversation_format = create_conversation_format(self._policy, Prompt(content=opening), setting)
         assert conversation_format is not None, "the policy has a tokenizer"

@@ -123,7 +123,7 @@ def trajectory_to_sample(
         loss_mask=tokenized.loss_mask,
         response="\n".join(message.content or "" for message in messages if message.role == "assistant"),
         reward=reward,
-        status=Status.COMPLETED,
+        status=Status.TRUNCATED if tokenized.truncated else Status.COMPLETED,
         index=index,
         group_index=index,
         messages=messages,

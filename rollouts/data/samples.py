@@ -223,6 +223,8 @@ def _append_kept(start: Sample, completion: Completion) -> KeptTokens | None:
 def _append_experts(start: Sample, completion: Completion) -> RoutedExperts | None:
     """Return the experts of all tokens, those of an earlier part as it recorded them; None if a part has none."""
     before, found = start.routed_experts, completion.routed_experts
+    if before is not None and not completion.output_len:  # aborted before its first token, which no pass has read
+        return before
     if found is None or before is None:
         return None if any(mask > 0 for mask in start.loss_mask) else found
     return before.fill(found)

@@ -30,7 +30,8 @@ class ProgramResult:
     @property
     def last_line(self) -> str:
         """Last line of stdout that is not empty; "" = none."""
-        return next((line for line in reversed(self.stdout.splitlines()) if line.strip()), "")
+        lines = self.stdout.replace("\r", "\n").split("\n")  # splitlines ends lines inside of texts of JSON, too
+        return next((line for line in reversed(lines) if line.strip()), "")
 
 
 def split_command(command: str | Sequence[str]) -> tuple[str, ...]:

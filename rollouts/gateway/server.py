@@ -322,7 +322,9 @@ class Gateway:
                 text = "".join(f"{event}\n\n" for event in dialect.write_events(prepared.request, answered))
                 _store(dialect, session, prepared.request, answered)
             await send(text)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Refusal):  # the connection answers with it, and _handle does not see it
+                self._count_refused(session)
             session.forget(() if answered is None else answered.numbers)
             raise
 

@@ -109,13 +109,13 @@ class Plan:
 
 
 class _Place:
-    """A place in the tree of histories: what was said next, and the newest answer that ends here."""
+    """A place in the tree of histories: what was said next, and the answers that end here, the newest last."""
 
-    __slots__ = ("answer", "children")
+    __slots__ = ("answers", "children")
 
     def __init__(self) -> None:
         self.children: dict[MessageKey, _Place] = {}
-        self.answer: Answer | None = None
+        self.answers: list[Answer] = []
 
 
 @dataclass(eq=False)
@@ -214,8 +214,10 @@ class Session:
             place = None if place is None else place.children.get(key)
             if place is None:
                 break
-            if place.answer is not None:
-                found, depth = place.answer, k + 1
+            delivered = (answer for answer in reversed(place.answers) if answer.number in self.answers)
+            answer = next(delivered, None)
+            if answer is not None:
+                found, depth = answer, k + 1
         return found, depth
 
     def find_text(self, prompt: str | tuple[int, ...]) -> Answer | None:
@@ -265,7 +267,7 @@ class Session:
         place = self._roots.setdefault(plan.root, _Place())
         for key in (*plan.path, make_key(reply_message(reply))):
             place = place.children.setdefault(key, _Place())
-        place.answer = answer
+        place.answers.append(answer)
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Leave out answers that could not be sent: no program has seen them."""
@@ -294,8 +296,6 @@ def plan_messages(
     """
     path = tuple(map(make_key, messages))
     parent, depth = session.find(root, path)
-    if parent is not None and parent.number not in session.answers:  # it was never delivered
-        parent, depth = None, 0
     if parent is None:
         shown = tuple(map(show, messages))
         rendered = conversation.open(shown)

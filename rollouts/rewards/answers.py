@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,12 +81,17 @@ def extract_gsm8k_answer(text: str, *, strict: bool = False) -> str | None:
     return normalize_number(numbers[-1]) if numbers else None
 
 
+def _write_truth(truth: Any) -> str:
+    """Return a ground truth as text; a float without an exponent, whose digits would be taken for the number."""
+    return f"{Decimal(repr(float(truth))):f}" if isinstance(truth, float) and math.isfinite(truth) else str(truth)
+
+
 def gsm8k_reward(sample: Sample) -> float:
     """Return 1 if the response's final answer equals that of the ground truth (a number, or a whole GSM8K solution); else 0.
 
     Source: Cobbe et al. 2021, with the last number as fallback as in common evaluation harnesses.
     """
-    truth = extract_gsm8k_answer(str(ground_truth(sample)))
+    truth = extract_gsm8k_answer(_write_truth(ground_truth(sample)))
     if truth is None:
         raise RewardError(f"the ground truth of sample {sample.index} has no number: {ground_truth(sample)!r}")
     return float(extract_gsm8k_answer(sample.response) == truth)
@@ -159,7 +165,8 @@ def create_numeric_reward(
 
 def _match_numbers(sample: Sample, *, rel_tol: float, abs_tol: float, extract: Callable[[str], str | None]) -> float:
     truth = ground_truth(sample)
-    wanted = normalize_number(str(truth)) or extract(str(truth))
+    text = _write_truth(truth)
+    wanted = normalize_number(text) or extract(text)
     if wanted is None:
         raise RewardError(f"the ground truth of {describe_sample(sample)} has no number: {truth!r}")
     found = extract(sample.response)

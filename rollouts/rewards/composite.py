@@ -45,7 +45,12 @@ def create_composite_reward(components: Components, *, total: float | None = 1.0
             raise ConfigError(f"component {name!r} is {function!r}, expected a reward function")
     if any(isinstance(function, RewardSource) for function in functions.values()):
         return CompositeSource(functions, weights)
-    if any(isinstance(function, GroupReward) or is_async_function(function) for function in functions.values()):
+    if any(
+        isinstance(function, GroupReward)
+        or is_async_function(function)
+        or is_async_function(getattr(function, "function", None))  # in an adapter, whose own call is a plain one
+        for function in functions.values()
+    ):
         return CompositeGroupReward(functions, weights)
     return CompositeReward(functions, weights)
 
@@ -149,6 +154,8 @@ class CompositeReward:
         except (Exception, SystemExit) as error:  # the function is the user's
             failure = create_failure(describe_reward(function), describe_sample(sample), error)
             raise RewardError(f"component {name}: {failure}") from error
+        if isinstance(value, EvaluateResult) and value.abstains:
+            return value  # combine_results leaves it out
         try:
             return parse_result(value, sample, name_reward(function))
         except RewardError as error:

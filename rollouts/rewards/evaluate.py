@@ -22,7 +22,7 @@ import trio
 from rollouts.checks import is_async_function
 from rollouts.config import RewardConfig
 from rollouts.data.samples import describe_sample, forget_turn_rewards
-from rollouts.errors import ConfigError, RewardError, RolloutsError, is_own_code, locate_error, redact
+from rollouts.errors import ConfigError, RewardError, RolloutsError, is_own_code, locate_error, redact, reduce_alike
 from rollouts.outcomes import RewardDetails
 from rollouts.rewards.results import EvaluateResult, check_values, describe_reward, is_whole, name_reward, parse_result, throw_away
 from rollouts.types import Group, Sample, Status
@@ -469,6 +469,8 @@ def create_failure(name: str, where: str, error: BaseException) -> RewardError:
 
     An error of this library that names the function already stays as it is; of others the lines in this library say nothing to the user.
     """
+    if isinstance(error, Exception):
+        error = reduce_alike(error)
     if isinstance(error, RewardError) and is_whole(str(error)):
         return RewardError(str(error))
     place = locate_error(error)

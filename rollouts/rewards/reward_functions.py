@@ -46,6 +46,7 @@ class RewardFunction:
         self._function = function
         self._name = name_reward(function)
         self._parameters = _read_parameters(function)
+        self._taken = {"messages", next(iter(inspect.signature(function).parameters))}  # names of the first argument
 
     @property
     def needed_columns(self) -> frozenset[str]:
@@ -74,7 +75,7 @@ class RewardFunction:
                 f"reward function {self._name} needs {missing}, but the metadata of {describe_sample(sample)} has "
                 f"{sorted(data)}: give the prompts these, or the parameters defaults"
             )
-        return {key: value for key, value in data.items() if key in names or (takes_all and key not in _TAKEN)}
+        return {key: value for key, value in data.items() if key in names or (takes_all and key not in self._taken)}
 
 
 class AsyncRewardFunction(RewardFunction):
@@ -131,8 +132,6 @@ class AsyncBatchRewardFunction(BatchRewardFunction):
         """Return a list with an EvaluateResult per sample."""
         return await super().score_samples(samples)
 
-
-_TAKEN = frozenset({"messages"})  # metadata passed as the first argument
 
 _CLASSES = (
     (("pointwise", False), RewardFunction),

@@ -79,6 +79,7 @@ class _History:
 
     def __init__(self, logger: MetricsLogger | None) -> None:
         self.lines: deque[dict[str, float]] = deque(maxlen=HISTORY_STEPS)
+        self.num_logged = 0  # lines of all iterations, those that are no longer kept included
         self.epoch_of: Callable[[int], int] | None = None  # iteration -> epoch of the present fit()
         self._logger = logger
 
@@ -90,6 +91,7 @@ class _History:
         if self.epoch_of is not None:
             line["epoch"] = self.epoch_of(step)
         self.lines.append(line)
+        self.num_logged += 1
         if self._logger is not None:
             self._logger.log(line, step)
 
@@ -269,12 +271,12 @@ class TrainerSession:
 
     async def _train(self, parts: RLParts, source: AsyncRolloutManager | _Given, training: RLTrainingConfig) -> None:
         """Train to the end of `training`; self.iteration follows also where an error ends it."""
-        done = len(self._history.lines)
+        done = self._history.num_logged
         resume = ResumePoint(self.iteration) if self.iteration else None
         try:
             await train_rl(parts, source, training, resume)
         finally:
-            self.iteration += len(self._history.lines) - done
+            self.iteration += self._history.num_logged - done
 
     def _plan(self, num_epochs: int | None, num_iters_per_epoch: int | None) -> tuple[int, int]:
         """Return epochs, and iterations of each. Raises ConfigError."""

@@ -367,7 +367,8 @@ class RLRun:
             inputs=self.parts.inputs,
         )
         self._saved_step = finished
-        served = () if self.served.directory is None else (self.served.directory,)
+        # weights of a run that was resumed between two syncs are inside of a checkpoint, which stays as a whole
+        served = () if self.served.directory is None else (self.served.directory, self.served.directory.parent)
         await self._checkpoints.save(
             state,
             metrics,

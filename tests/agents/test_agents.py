@@ -523,3 +523,10 @@ def test_summaries_count_ends_turns_and_failures():
         "environment_reward_mean": 3.0, "policy_failure_fraction": pytest.approx(1 / 3), "num_branched_episodes": 1.0,
     }  # fmt: skip
     assert summarize_episodes([Sample()]) == {}
+
+
+def test_a_cut_trajectory_says_so():
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a long answer"}]
+    whole = trajectory_to_sample(messages, TOKENIZER)
+    cut = trajectory_to_sample(messages, TOKENIZER, max_length=len(whole.tokens) - 3, on_overflow="truncate")
+    assert (whole.status, cut.status) == (Status.COMPLETED, Status.TRUNCATED)

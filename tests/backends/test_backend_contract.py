@@ -354,3 +354,14 @@ async def test_an_update_without_a_gradient_is_an_assertion(open_backend):
         with pytest.raises(AssertionError, match="without a forward_backward"):
             await backend.optim_step().result()
         await trio.lowlevel.checkpoint()
+
+
+async def test_what_was_computed_before_a_checkpoint_is_loaded_does_not_count_behind_it(open_backend, tmp_path: Path):
+    batch = draw_batch(0, 7)
+    bad = replace(batch, loss_weights=batch.loss_weights * float("inf"))
+    async with open_backend(create_tiny_model()) as backend:
+        await backend.save_checkpoint(tmp_path).result()
+        await backend.forward_backward(bad, sft_loss).result()
+        await backend.load_checkpoint(tmp_path).result()
+        await backend.forward_backward(batch, sft_loss).result()
+        assert (await backend.optim_step().result())["update_skipped"] == 0.0

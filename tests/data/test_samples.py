@@ -29,7 +29,7 @@ from rollouts.data.samples import (
 )
 from rollouts.errors import DataError, GenerationError, RewardError
 from rollouts.seeds import derive_seed
-from rollouts.types import Completion, Group, Prompt, Sample, Status, Turn
+from rollouts.types import Completion, Group, Prompt, RoutedExperts, Sample, Status, Turn
 
 
 def test_an_integer_beyond_floats_is_no_reward():
@@ -256,3 +256,11 @@ def test_convert_to_batch_and_its_fields():
     assert build_batch_metadata([]) == {"num_samples": 0, "num_groups": 0}
     with pytest.raises(DataError, match="sample 9"):
         convert_to_batch([Sample(index=9)])
+
+
+def test_a_continuation_without_a_token_keeps_the_experts():
+    record = RoutedExperts(data=bytes(8), num_routers=1, top_k=1)  # four tokens
+    (pending,) = create_pending_group(Prompt(content="p"), 1)
+    first = completion_to_sample(pending, (3, 4), make_completion((3, 4), (5, 6), finish_reason="abort", routed_experts=record), "ab")
+    again = completion_to_sample(first, (3, 4), make_completion(first.tokens, (), finish_reason="abort"), "ab")
+    assert first.routed_experts == again.routed_experts == record

@@ -38,11 +38,12 @@ def decode(data: bytes, cuts: list[int]) -> list[str]:
         (b"\n\n\ndata: one\n\n\n\n", ["one"]),
         (b"\xef\xbb\xbfdata: one\n\n", ["one"]),
         (b"data: one\r\n\r\ndata: two\r\rdata: three\n\r\n", ["one", "two", "three"]),
+        (b"data: one\r\n\ndata: two\n\n", ["one", "two"]),
         (b"data: cut off\n", []),
         (b"data: \xc3\xa9\xf0\x9f\x98\x80 \xff\n\n", ["é😀 \ufffd"]),
         (b"data: a\xe2\x80\xa8b\x0bc\x85\n\n", ["a\u2028b\x0bc\ufffd"]),  # other ends of lines, of str.splitlines, are none here
     ],
-    ids=range(16),
+    ids=range(17),
 )
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
 def test_streams_of_events(data: bytes, events: list[str], size: int):

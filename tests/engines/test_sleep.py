@@ -225,3 +225,22 @@ async def test_asynchronous_runs_and_engines_without_the_feature_are_refused(mod
         async with create_workflow_executor(parts.data_buffer, source.config, AsyncConfig(max_staleness=1), engines=[engine]) as executor:
             with pytest.raises(ConfigError, match="sleep_engines is set, but the engines generate while the policy is trained"):
                 await train_async_rl(parts, executor, config)
+
+
+@pytest.mark.parametrize("kind", ["vllm"])
+async def test_engines_wake_up_if_training_is_cancelled(kind, model_path):
+    scope = trio.CancelScope()
+
+    class Stopping(FakeBackend):
+        def forward_backward(self, batch, loss_fn, *, with_entropy=False):
+            scope.cancel()
+            return super().forward_backward(batch, loss_fn, with_entropy=with_entropy)
+
+    async with open_pair(kind, model_path) as (server, engine):
+        parts, source = parts_of([engine])
+        config = RLTrainingConfig(num_steps=2, sync_every=3, weight_sync="memory", sleep_engines=True)
+        with scope:
+            await train_rl(replace(parts, backend=Stopping()), source, config)
+        assert not server.core.is_sleeping
+        with trio.fail_after(20):
+            await engine.generate((5, 6), PARAMS)

@@ -316,6 +316,7 @@ WRONG = {
     "twice": ("TOOLS = [TOOL, TOOL]", "lists tools of one name: say, say"),
     "unnamed": ("TOOLS = [{**TOOL, 'name': 'say it'}]", "has a name that models cannot call"),
     "no object": (give_schema({"anyOf": [7]}), "has 7, expected a JSON schema"),
+    "required": (give_schema({"type": "object", "required": [3]}), r"has required = \[3\], expected a list of names"),
     "no list": (give_schema({"enum": "b"}), "has enum = 'b', expected a list"),
     "large": (give_schema({"title": "x" * 40000}), "a schema of 40,0.* at most 32,768"),
     "no tools": ("TOOLS = 'many'", "lists no tools: ValidationError"),

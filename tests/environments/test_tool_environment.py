@@ -389,3 +389,18 @@ async def test_what_is_no_tool_has_the_deadline_of_the_episode(autojump_clock: M
 
     with pytest.raises(EnvironmentFault, match=r"longest_call_s is 'long' \(str\), expected seconds"):
         await step_environment(Confused([], grade=lambda answer, parameters: 1.0), "a", timeout_s=1.0)
+
+
+async def test_halves_of_surrogate_pairs_in_results_and_errors_are_replaced():
+    def names() -> list[str]:
+        """List names."""
+        return ["half \ud83d"]
+
+    def broken() -> str:
+        """Fail."""
+        raise ValueError("half \ud83d")
+
+    environment = ToolEnvironment([create_tool(names), create_tool(broken)], grade=grade)
+    await reset_environment(environment, EnvironmentConfig(parameters={"ground_truth": "84", "question": "12*7?"}))
+    step = await step_environment(environment, call("names") + call("broken"))
+    assert ["half ?" in message.content for message in step.observation] == [True, True]

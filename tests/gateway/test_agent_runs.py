@@ -18,10 +18,10 @@ from ledgers import LedgerEngine, list_sampled, list_trained
 from rollouts.chat.char_tokenizer import create_char_tokenizer
 from rollouts.config import RolloutConfig
 from rollouts.data.prompts import DataBuffer
-from rollouts.errors import ConfigError, EngineError
+from rollouts.errors import ConfigError, EngineContextError, EngineError
 from rollouts.gateway import AgentConfig, GatewayConfig, agent_runs, create_agent_generate_fn
 from rollouts.gateway.agent_runs import AgentFault
-from rollouts.gateway.processes import run_program
+from rollouts.gateway.processes import ProgramResult, run_program
 from rollouts.generation.manager import AsyncRolloutManager
 from rollouts.testing import FakeEngine, random_answer
 from rollouts.types import Prompt, SamplingParams, Status
@@ -345,3 +345,20 @@ async def test_programs_get_the_variables_that_they_are_given_and_no_others(tmp_
 def test_a_reward_of_failed_programs_is_a_finite_number(value: float):
     with pytest.raises(ConfigError, match=r"AgentConfig.failed_reward is .*expected a finite number, or None"):
         AgentConfig(failed_reward=value)
+
+
+async def test_streams_that_are_refused_are_told_as_well():
+    async def agent(task):
+        async with httpx.AsyncClient() as client:
+            body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            await client.post(f"{task.openai_base_url}/chat/completions", json=body)
+        return 1.0
+
+    engine = FakeEngine(error_for=lambda prompt, seed: EngineContextError("too long"))
+    with pytest.raises(AgentFault, match=r"sampled nothing, since its requests were refused \(1\)"):
+        await create(agent, engine)[1](PROMPT, 1)
+
+
+def test_other_ends_of_lines_are_part_of_the_report():
+    report = '{"reward": 1, "reason": "a\u2028b\x85c"}'
+    assert ProgramResult(status=0, stdout=f"log\n{report}\n", stderr="").last_line == report

@@ -714,3 +714,14 @@ async def test_sessions_with_retries_branches_and_disconnects_are_complete_and_a
 @pytest.mark.long
 async def test_a_thousand_sessions_with_retries_branches_and_disconnects_are_complete_and_apart():
     await play_sessions(1000)
+
+
+async def test_an_answer_that_was_lost_hides_no_equal_one():
+    async with open_gateway(FakeEngine(script_answer((5, 6, 1))), TOKENIZER) as gateway, httpx.AsyncClient() as client:
+        url = gateway.url("a")
+        (reply,) = await chat(client, url, [user("one")])
+        await chat(client, url, [user("one")])
+        gateway.sessions["a"].forget({1})  # as if its client had left
+        await chat(client, url, [user("one"), reply, user("two")])
+        (sample,) = gateway.take_samples("a")
+    assert sample.context_starts == () and len(sample.turns) == 2

@@ -220,7 +220,10 @@ def test_without_a_token_or_a_network_nothing_starts(
 
 
 @pytest.mark.slow
-def test_the_command_publishes_with_the_variables_of_a_process(hub: Hub, model_directory: Path, tmp_path: Path):
+def test_the_command_publishes_with_the_variables_of_a_process(
+    hub: Hub, model_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)  # a command of another test may have set it
     own = dict(os.environ, HF_ENDPOINT=hub.url, HF_HOME=str(tmp_path), PYTHONPATH=str(Path(__file__).parents[2]))
     argv = [sys.executable, "-m", "integration.convert", str(model_directory), "plain", "--push-to-hub", "me/plain"]
     done = subprocess.run(argv, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=110)

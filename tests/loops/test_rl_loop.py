@@ -491,3 +491,14 @@ async def test_a_step_that_is_abandoned_before_any_has_ended_writes_nothing(tmp_
     abandonment.request()
     assert await run(make_run(), IN_MEMORY, checkpoint_dir=tmp_path, abandonment=abandonment) == []
     assert latest_checkpoint(tmp_path) is None
+
+
+async def test_the_weights_between_whose_syncs_a_run_was_resumed_stay_until_the_next_sync(tmp_path: Path):
+    config = RLTrainingConfig(num_steps=8, sync_every=4, checkpoint_every=1, weight_sync="checkpoint")
+    asked = iter([False] * 4 + [True])
+    await run(make_run(), config, checkpoint_dir=tmp_path, keep_last_n=1, should_stop=lambda: next(asked))
+    parts = make_run()
+    point = await restore_rl_run(tmp_path / "step_0005", parts[0], parts[2], [parts[3]], config)
+    await run(parts, config, checkpoint_dir=tmp_path, keep_last_n=1, resume=point)
+    last = latest_checkpoint(tmp_path)
+    assert last is not None and last.name == "step_0008"

@@ -398,7 +398,7 @@ async def test_greedy_answers_of_native_caches_are_those_of_generate(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "mistral", "olmo3", "opt", "gemma2", "lfm2", pytest.param("qwen3-next", marks=pytest.mark.slow)]
+    "name", ["gemma3", "mistral", "olmo3", "opt", "gemma2", "lfm2", pytest.param("qwen3-next", marks=pytest.mark.long)]
 )
 async def test_the_other_backends_have_the_numbers_of_the_first(name: str):
     model, batch = create_family(EVERY[name]), replace(draw_batch(3, LENGTHS, vocab_size=SIZES["vocab_size"]), dropout=False)

@@ -16,7 +16,7 @@ from benchmarks.measure import compare
 FIELDS = {"row", "size", "alternative", "ratio", "target", "met", "unit", "better"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_row_gives_an_object_and_a_stored_run_is_compared_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

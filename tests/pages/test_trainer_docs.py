@@ -65,7 +65,7 @@ def test_the_quick_start_trains(capsys: pytest.CaptureFixture[str]):
     assert printed[3].startswith("step_0004 holds ")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_quick_start_learns():
     history = runpy.run_path(str(ROOT / "examples" / "trainer_quick_start.py"))["main"]()
     assert sum(line["reward_mean"] for line in history[:5]) / 5 < 0.1

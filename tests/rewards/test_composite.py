@@ -18,6 +18,7 @@ from rollouts.outcomes import MetricResult, StepOutput
 from rollouts.rewards.answers import exact_match
 from rollouts.rewards.composite import check_weights, create_composite_reward, weigh_metrics
 from rollouts.rewards.evaluate import GroupReward, RewardSource, score_group, score_now
+from rollouts.rewards.other_frameworks import adapt_reward
 from rollouts.rewards.results import EvaluateResult
 from rollouts.rewards.reward_functions import reward_function
 from rollouts.training.summaries import summarize_rewards
@@ -234,3 +235,20 @@ def test_any_weights_give_their_weighted_sum_and_every_score(parts):
     check_weights({f"c{k}": weight for k, (_, weight) in enumerate(parts)}, total=total)
     with pytest.raises(ConfigError, match="add up to"):
         check_weights({f"c{k}": weight for k, (_, weight) in enumerate(parts)}, total=total + 0.001)
+
+
+async def test_an_async_function_of_verl_may_be_a_part():
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+
+    composite = create_composite_reward({"a": (adapt_reward(compute_score), 1.0)})
+    (scored,) = await score_group(make_answers("4", metadata=TRUTH), composite, NO_DEADLINE)
+    assert scored.reward == 1.0
+
+
+def test_a_sync_part_that_abstains_is_left_out():
+    def unsure(sample):
+        return EvaluateResult(math.nan, is_score_valid=False, abstains=True)
+
+    composite = create_composite_reward({"right": (exact_match, 0.5), "unsure": (unsure, 0.5)})
+    assert score_now(make_answers("4", metadata=TRUTH), composite)[0].reward == 0.5

@@ -14,7 +14,7 @@ import trio
 from benchmarks.reliability.loopback import Exchange, serve
 from rollouts.config import RewardConfig
 from rollouts.engines.text.openai import OpenAITextEngine
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, EngineError, RewardError
 from rollouts.rewards.evaluate import score_group
 from rollouts.rewards.models.judge import (
     JudgeConfig,
@@ -25,7 +25,7 @@ from rollouts.rewards.models.judge import (
     parse_json_score,
     plan_pairs,
 )
-from rollouts.types import Sample, Status
+from rollouts.types import Message, Sample, Status, Turn
 
 
 def answers(*texts: str) -> tuple[Sample, ...]:
@@ -265,3 +265,26 @@ async def test_text_of_a_sample_is_never_taken_for_a_field_of_the_prompt():
     async with open_judge(lambda question: '{"score": 5}') as (engine, fake):
         await RubricJudge(engine, rubric="r {x}")(answers("{rubric} {0} }{")[0])
     assert "{rubric} {0} }{" in fake.requests[0]["messages"][0]["content"]
+
+
+async def test_the_answer_of_an_episode_is_its_last_action_and_not_what_came_after_it():
+    def play(text: str, k: int) -> Sample:
+        messages = (Message(role="user", content="q"), Message(role="assistant", content=text), Message(role="user", content="end"))
+        return Sample(
+            tokens=(3, 4), loss_mask=(0.0, 1.0), index=k, status=Status.COMPLETED, messages=messages, action_messages=(1,),
+            turns=(Turn(start=1, end=2),),
+        )  # fmt: skip
+
+    async with open_judge(prefer_longer) as (engine, _):
+        scored = await score_group((play("long answer", 0), play("no", 1)), PairwiseJudge(engine, rubric="r"))
+    assert [sample.reward for sample in scored] == [1.0, 0.0]
+
+
+async def test_failures_of_many_questions_at_once_are_told_as_one():
+    class Broken:
+        async def complete(self, messages: Any, **options: Any) -> Any:
+            await trio.lowlevel.checkpoint()
+            raise EngineError("the judge is down")
+
+    with pytest.raises(RewardError, match="the judge is down"):
+        await score_group(answers("a", "b", "c"), PairwiseJudge(Broken(), rubric="r"))  # pyright: ignore

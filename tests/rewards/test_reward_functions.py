@@ -533,3 +533,11 @@ def test_an_error_of_this_library_in_a_reward_names_no_line_of_this_library():
     with pytest.raises(RewardError) as caught:
         trio.run(score_group, make_answers("a"), gsm8k_reward, NO_DEADLINE)
     assert str(caught.value).startswith("reward function gsm8k_reward failed for sample 10 (group 3): ") and ".py" not in str(caught.value)
+
+
+def test_a_column_of_the_first_parameters_name_is_left_out():
+    @reward_function
+    def one(conversation, **kwargs):
+        return float(kwargs == {"answer": 1})
+
+    assert one(make_answers("x", metadata={"answer": 1, "conversation": "c"})[0]).score == 1.0

@@ -17,6 +17,7 @@ from rollouts.rewards.answers import (
     create_length_penalty,
     create_numeric_reward,
     exact_match,
+    gsm8k_reward,
 )
 from rollouts.rewards.evaluate import score_group, score_now
 from rollouts.rewards.trajectory_rewards import adapt_trajectory_reward, environment_reward, sample_trajectory
@@ -144,3 +145,8 @@ def test_the_environments_grade_is_a_reward():
     assert environment_reward(replace(make_episode(), episode=EpisodeOutcome(stop_reason=StopReason.DONE, environment_reward=0.25))) == 0.25
     with pytest.raises(RewardError, match=r"sample 0 .* is no episode"):
         environment_reward(Sample())
+
+
+@pytest.mark.parametrize(("response", "truth", "expected"), [("0.00005", 0.00005, 1.0), ("5", 0.00005, 0.0), ("16", 1e16, 0.0)])
+def test_a_float_is_its_value_however_python_writes_it(response: str, truth: float, expected: float):
+    assert create_numeric_reward()(answer(response, truth)) == expected == gsm8k_reward(answer(response, truth))

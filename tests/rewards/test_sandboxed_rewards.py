@@ -466,3 +466,15 @@ async def test_a_sandboxed_function_is_one_of_a_file(reference):
     with pytest.raises(ConfigError):
         async with SandboxedReward(reference).open_reward():
             pass
+
+
+def test_blocks_of_other_languages_are_no_programs():
+    text = "```bash\npip install x\n```\nNow:\n```python\nx = 1\n```\nIt prints:\n```text\n1\n```"
+    assert extract_program(text) == "x = 1\n" == extract_program("```Python\nx = 1\n```")
+
+
+async def test_the_indentation_of_the_first_line_counts():
+    tests = [{"stdin": "", "stdout": "  *\n ***\n"}]
+    async with CodeReward(limits=QUICK).open_reward() as reward_fn:
+        group = (sample("print('*\\n ***')", tests=tests), sample("print('\\n  * \\n ***')", tests=tests))
+        assert rewards(await score_group(group, reward_fn, UNHURRIED)) == [0.0, 1.0]

@@ -510,3 +510,11 @@ def test_cleanup_leaves_no_process_socket_thread_or_model(model_path: Path):
     assert during[2] == before[2] + 3  # policy, engine and critic
     assert after == before == [0, 0, before[2]]
     assert set(threads) <= {"MainThread", "tqdm_monitor"}  # the second is of the bars of transformers
+
+
+def test_iterations_are_counted_beyond_the_history(model_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollouts.trainer.session.HISTORY_STEPS", 2)
+    with create_trainer(create_config(model_path)) as trainer:
+        for _ in range(4):
+            trainer.train_step()
+        assert trainer.num_updates == 4

@@ -354,6 +354,8 @@ class FSDPTrainingBackend:
             progress = load_sharded(self.model, self.optimizer, self.scheduler, Path(directory), ranks=self.ranks, adapters=self._adapters)
         self.counts, self.weight_version = progress.counts, progress.weight_version
         self._has_gradient = False
+        self._load = self._counted = None
+        self._reads = MetricReads()  # numbers of passes before it judge no update behind it
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:

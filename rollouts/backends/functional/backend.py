@@ -258,6 +258,7 @@ class TorchFuncTrainingBackend:
             counts=read_counts(saved),
         )
         self.weight_version = int(saved["weight_version"])
+        self._reads = MetricReads()  # numbers of passes before it judge no update behind it
         return ImmediateTrainFuture(None, "load_checkpoint")
 
     def export_weights(self, directory: Path | str, *, dtype: str | None = None) -> ImmediateTrainFuture[None]:

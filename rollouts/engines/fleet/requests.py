@@ -103,7 +103,7 @@ def join_parts(first: Completion, rest: Completion) -> Completion:
     untempered = None
     if first.untempered_log_probs is not None and rest.untempered_log_probs is not None:
         untempered = first.untempered_log_probs + rest.untempered_log_probs
-    experts = None
+    experts = None if rest.output_len else first.routed_experts  # no pass has read the tokens of a part without any
     if first.routed_experts is not None and rest.routed_experts is not None:
         experts = first.routed_experts.fill(rest.routed_experts)
     kept = None

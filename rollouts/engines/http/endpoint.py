@@ -63,7 +63,7 @@ class Deadlines:
     def __post_init__(self) -> None:
         for name in ("generate_s", "control_s", "sync_s", "health_s", "connect_s"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if not (name == "generate_s" if value is None else value > 0):
                 raise ConfigError(f"the deadline {name} is {value}, expected more than 0 seconds")
 
     def of(self, kind: CallKind) -> float:

@@ -26,7 +26,7 @@ class EventDecoder:
             return []
         if self._may_skip_newline:
             chunk = chunk.removeprefix(b"\n")
-        self._may_skip_newline = chunk.endswith(b"\r") or (self._may_skip_newline and not chunk)
+        self._may_skip_newline = chunk.endswith(b"\r")
         *lines, rest = re.split(rb"\r\n|\n|\r", chunk)
         events: list[str] = []
         for line in lines:

@@ -61,7 +61,7 @@ class _Part:
 
     def then(self, other: _Part) -> _Part:
         """Return both parts joined, with the finish reason of the other."""
-        experts = other.experts if self.experts is None or other.experts is None else self.experts.fill(other.experts)
+        experts = other.experts if self.experts is None else self.experts if other.experts is None else self.experts.fill(other.experts)
         kept = None if self.kept is None or other.kept is None else self.kept + other.kept
         whole = self.whole_log_probs + other.whole_log_probs
         tokens, log_probs, versions = self.tokens + other.tokens, self.log_probs + other.log_probs, self.versions + other.versions

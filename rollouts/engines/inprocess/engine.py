@@ -19,13 +19,13 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.algorithms.logprobs import gather_log_probs
-from rollouts.checks import parse_json
 from rollouts.data.model_limits import find_context_length, read_limits
 from rollouts.engines.inprocess.experts import ExpertRecorder, read_rows
 from rollouts.engines.inprocess.native import NativeModel, open_slots
 from rollouts.engines.inprocess.sampling import SamplingRows, UniformStream, read_kept, sample_tokens
-from rollouts.engines.protocol import WEIGHT_VERSION_FILE, EngineFeature
+from rollouts.engines.protocol import EngineFeature
 from rollouts.engines.request_checks import check_params, check_tokens
+from rollouts.engines.weights.checkpoint_check import read_weight_version
 from rollouts.errors import CheckpointError, ConfigError, EngineContextError, EngineError, EngineRequestError
 from rollouts.models.linear import Kernels, forget_packed, use_kernels
 from rollouts.models.prepare import inspect_routers
@@ -215,8 +215,8 @@ class InProcessEngine:
         path = Path(checkpoint_path)
         try:
             weights = await trio.to_thread.run_sync(read_weights, path, self._model)
-            version_file = path / WEIGHT_VERSION_FILE
-            version = int(parse_json(version_file.read_text())["weight_version"]) if version_file.exists() else self._weight_version + 1
+            stated = await trio.to_thread.run_sync(read_weight_version, path)
+            version = self._weight_version + 1 if stated is None else stated
         except (CheckpointError, OSError, ValueError, KeyError) as error:
             raise EngineError(f"{self.name} cannot load weights from {path}: {error}") from error
         return await self._replace_weights(weights, version, str(path))

@@ -168,10 +168,11 @@ class WeightTransaction:
 
     async def wake_up(self) -> None:
         """Undo sleep(). Not cancellable but bounded: a server that stays asleep answers no client."""
-        async with self._lock:
-            if self._is_asleep:
-                await self._wake_up()
-                self._requests.open_gate()
+        with trio.CancelScope(shield=True):  # the wait for the lock, too: a cancelled run wakes its servers
+            async with self._lock:
+                if self._is_asleep:
+                    await self._wake_up()
+                    self._requests.open_gate()
 
     async def close(self) -> None:
         """Resume and wake up a server that the user left paused or asleep, which would answer no client. Not cancellable but bounded; warns

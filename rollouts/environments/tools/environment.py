@@ -181,7 +181,7 @@ class ToolEnvironment:
         return _Result(self._create_message(call, f"error: {reason}"), is_bad=True)
 
     def _create_message(self, call: ToolCall | ToolCallError, content: str) -> Message:
-        content = cut_middle(content, self._rules.max_result_chars)
+        content = cut_middle(content, self._rules.max_result_chars).encode("utf-8", "replace").decode("utf-8")  # as in tool.py
         if self._role != "tool":
             return Message(role=self._role, content=content)
         return Message(role="tool", content=content, name=call.name if isinstance(call, ToolCall) else None, tool_call_id=call.id)

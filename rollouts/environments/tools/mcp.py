@@ -409,6 +409,8 @@ def _read_schema(value: Any, where: str) -> dict[str, Any]:
     for key, kind in kinds.items():
         if key in schema and not isinstance(schema[key], kind):
             raise ToolFault(f"{where} has {key} = {schema[key]!r:.100}, expected {'an object' if kind is Mapping else 'a list'}")
+    if not all(isinstance(name, str) for name in schema.get("required", ())):
+        raise ToolFault(f"{where} has required = {schema['required']!r:.100}, expected a list of names")
     if "properties" in schema:
         schema["properties"] = {name: _read_schema(entry, where) for name, entry in schema["properties"].items()}
     if "anyOf" in schema:

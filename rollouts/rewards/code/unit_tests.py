@@ -83,7 +83,8 @@ def write_literal(value: Any, hashable: bool = False) -> str:
 
 LOGGER = logging.getLogger(__name__)
 
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)  # all languages: the end of one block is not the beginning of the next
+_LANGUAGES = frozenset({"", "python", "python3", "py"})
 _JUDGE, _PROGRAM = "rollouts.rewards.code.judge:judge_tests", "rollouts.rewards.code.program:answer_requests"
 MOST_OPENINGS = 10_000  # requests remembered, by tests
 MOST_PASSES = 64  # runs of the tests, each with more answers of the program than the one before
@@ -264,8 +265,8 @@ class _CodeTests:
 
 
 def extract_program(response: str) -> str:
-    """Return the last ``` block of a text, or the text itself without one."""
-    blocks = _FENCED.findall(response)
+    """Return the last ``` block of Python, or without a language, of a text; the text itself without one."""
+    blocks = [inside for language, inside in _FENCED.findall(response) if language.strip().lower() in _LANGUAGES]
     return blocks[-1] if blocks else response
 
 
@@ -411,4 +412,6 @@ def _as_json(value: Any) -> Any:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    lines = [line.rstrip() for line in text.split("\n")]
+    filled = [i for i, line in enumerate(lines) if line]
+    return lines[filled[0] : filled[-1] + 1] if filled else []

@@ -22,7 +22,7 @@ import trio
 
 from rollouts.chat.tokenize import Messages
 from rollouts.checks import is_finite_number, show_value
-from rollouts.data.samples import describe_sample, sample_messages
+from rollouts.data.samples import describe_sample, find_actions, sample_messages
 from rollouts.errors import ConfigError, RewardError, raise_single_errors
 from rollouts.outcomes import MetricResult
 from rollouts.rewards.results import EvaluateResult
@@ -401,7 +401,8 @@ def _summarize(k: int, found: Mapping[tuple[int, int], Comparison]) -> EvaluateR
 def _split_answer(sample: Sample) -> tuple[Sequence[Message], str]:
     """Return the conversation before the last answer, and that answer as text."""
     messages = sample_messages(sample)
-    return messages[:-1], _text_of(messages[-1])
+    place = next(iter(find_actions(sample)[-1:]), len(messages) - 1)  # an episode may end with an observation
+    return messages[:place], _text_of(messages[place])
 
 
 def _text_of(message: Message) -> str:
