@@ -236,6 +236,19 @@ def raise_single_errors() -> Generator[None]:
         raise failure
 
 
+@contextmanager
+def raise_alike_errors() -> Generator[None]:
+    """Do as raise_single_errors, and raise several failures of one class as the first of them, see reduce_alike."""
+    failure: Exception | None = None
+    try:
+        with raise_single_errors():
+            yield
+    except ExceptionGroup as group:
+        failure = reduce_alike(group)
+    if failure is not None:
+        raise failure
+
+
 def flatten_errors(error: Exception) -> tuple[Exception, ...]:
     """Return the errors in an ExceptionGroup, at any depth, or a tuple with the error itself."""
     if not isinstance(error, ExceptionGroup):

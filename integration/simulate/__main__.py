@@ -64,6 +64,9 @@ examples:
 )
 
 
+_PICTURES = (".png", ".pdf", ".svg")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Arguments:
     """Simulate hours of a training run in seconds."""
@@ -80,12 +83,22 @@ def parse_arguments(argv: Sequence[str]) -> _Arguments:
     return parse_flags(answer_help(argv, _Arguments, PROGRAM, SCREEN), _Arguments, PROGRAM)
 
 
+def _check_picture(path: Path) -> None:
+    """Raise ConfigError if a picture cannot be written there."""
+    if path.suffix.lower() not in _PICTURES:
+        raise ConfigError(f"--picture is {str(path)!r}, expected a file that ends with {' or '.join(_PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--picture is {str(path)!r}, but there is no folder {path.parent}: make it first")
+
+
 def run(arguments: _Arguments) -> int:
     """Simulate a run and print its figures. Returns the exit status."""
     from integration.simulate.report import describe_report, draw_report  # imports torch, which the help does not need
     from integration.simulate.run import describe_simulation, simulate
 
     simulation = arguments.simulation
+    if arguments.picture is not None:  # told before the simulation
+        _check_picture(Path(arguments.picture))
     start = time.perf_counter()
     report = simulate(simulation)
     seconds = time.perf_counter() - start

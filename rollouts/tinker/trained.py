@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollouts.backends.factory import create_pytorch_backend
@@ -18,7 +19,7 @@ from rollouts.backends.lora.adapters import linear_layers
 from rollouts.backends.lora.config import ALL_LINEAR, LoRAConfig
 from rollouts.backends.optim.updates import UpdateCounts
 from rollouts.backends.pytorch.backend import PyTorchTrainingBackend
-from rollouts.errors import DataError
+from rollouts.errors import ConfigError, DataError
 from rollouts.tinker.config import TinkerConfig
 from rollouts.tinker.losses import LOG_PROBS, NamedLoss
 from rollouts.tinker.rows import check_data, collate_data, split_data, split_log_probs
@@ -114,7 +115,12 @@ class TrainedModel:
 def create_trained_model(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, lora: LoRAConfig | None, config: TinkerConfig
 ) -> TrainedModel:
-    """Make a model to train of a base model, whose frozen weights adapters share. Raises ConfigError without the package peft."""
+    """Make a model to train of a base model, whose frozen weights adapters share. Raises ConfigError without the package peft,
+    or for a base in another precision than float32.
+    """
+    half = next((name for name, weight in cast("Any", base).named_parameters() if weight.dtype != torch.float32), None)
+    if half is not None:  # before adapters would convert the weights that all clients share
+        raise ConfigError(f"{half} of the served model is not in float32, which training needs: load the model in float32, without dtype=")
     model = share_weights(base)
     if lora is None:
         model = copy.deepcopy(base)

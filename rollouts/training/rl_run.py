@@ -29,7 +29,7 @@ from rollouts.engines.protocol import (
     get_engine_features,
     require_engine_feature,
 )
-from rollouts.errors import BadNumberError, ConfigError, raise_single_errors
+from rollouts.errors import BadNumberError, ConfigError, raise_alike_errors
 from rollouts.seeds import derive_seed
 from rollouts.training.abandonment import Abandonment
 from rollouts.training.distillation.teachers import TEACHER_COLUMNS
@@ -472,7 +472,7 @@ def mask_truncated_rows(batch: TrainBatch, samples: Sequence[Sample]) -> TrainBa
 
 
 async def _call_each(calls: Iterable[Callable[[], Awaitable[None]]]) -> None:
-    with raise_single_errors():
+    with raise_alike_errors():
         async with trio.open_nursery() as nursery:
             for call in calls:
                 nursery.start_soon(call)

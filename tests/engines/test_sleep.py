@@ -244,3 +244,10 @@ async def test_engines_wake_up_if_training_is_cancelled(kind, model_path):
         assert not server.core.is_sleeping
         with trio.fail_after(20):
             await engine.generate((5, 6), PARAMS)
+
+
+async def test_a_fleet_of_servers_that_cannot_sleep_says_so_once(model_path):
+    async with open_pair("vllm", model_path, can_sleep=False) as (_, one), open_pair("vllm", model_path, can_sleep=False) as (_, two):
+        async with EngineFleet([one, two]) as fleet:
+            with pytest.raises(EngineError, match="--enable-sleep-mode"):
+                await fleet.sleep()

@@ -407,3 +407,12 @@ def test_a_seeded_run_keeps_its_figures():
         "num_failures": 4,
     }
     assert {name: figures[name] for name in recorded} == pytest.approx(recorded, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("nowhere/run.png", "there is no folder nowhere"), ("run.abc", "expected a file that ends with")]
+)
+def test_a_picture_that_cannot_be_written_is_told_before_the_simulation(name: str, said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["--hours", "0.01", "--picture", name]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out

@@ -15,6 +15,7 @@ import trio
 import trio.testing
 from recordings import read_rows
 
+from rollouts.backends.lora.config import LoRAConfig
 from rollouts.errors import ConfigError, DataError
 from rollouts.testing import create_tiny_model
 from rollouts.tinker import TinkerConfig, open_tinker_server
@@ -803,3 +804,10 @@ def test_messages_that_are_damaged_are_refused():
     assert read_output(written) == {"metrics": {"loss:sum": 6.0}, "logprobs": [[-1.0], [-2.0, -3.0]]}
     assert dict(read_fields(memoryview(write_double(3, -0.5) + write_int(4, 300)))) == {3: -0.5, 4: 300}
     assert set(LOSSES) == {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"}
+
+
+def test_a_base_model_in_half_precision_is_refused_untouched():
+    base = create_tiny_model().bfloat16()
+    with pytest.raises(ConfigError, match="is not in float32"):
+        create_trained_model(base, None, LoRAConfig(rank=4), TinkerConfig())
+    assert {weight.dtype for weight in base.parameters()} == {torch.bfloat16}

@@ -32,7 +32,7 @@ from rollouts.engines.protocol import (
     require_engine_feature,
 )
 from rollouts.engines.weights.checkpoint_check import read_fingerprint
-from rollouts.errors import ConfigError, EngineError, raise_single_errors
+from rollouts.errors import ConfigError, EngineError, raise_alike_errors, raise_single_errors
 from rollouts.types import Completion, SamplingParams
 
 _OF_MEMBERS = frozenset(
@@ -413,7 +413,7 @@ class EngineFleet:
 
 async def _tell_each(members: Iterable[Member], tell: Callable[[InferenceEngine], Awaitable[None]]) -> None:
     """Call a function with the engine of each member, at the same time."""
-    with raise_single_errors():
+    with raise_alike_errors():
         async with trio.open_nursery() as nursery:
             for member in tuple(members):
                 nursery.start_soon(tell, member.engine)

@@ -11,7 +11,7 @@ import trio
 
 from rollouts.chat.tokenize import Messages, tokenize_prompt
 from rollouts.engines.protocol import InferenceEngine
-from rollouts.errors import ConfigError, DataError, EngineError, raise_single_errors
+from rollouts.errors import ConfigError, DataError, EngineError, raise_alike_errors
 from rollouts.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ async def generate_results(
             results[i] = await generate_one(i)
             await trio.lowlevel.checkpoint()  # a prompt that cannot be tokenized has not awaited yet
 
-    with raise_single_errors():
+    with raise_alike_errors():
         async with trio.open_nursery() as nursery:
             for _ in range(len(prompts) if max_in_flight is None else min(max_in_flight, len(prompts))):
                 nursery.start_soon(work)
