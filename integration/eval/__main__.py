@@ -40,6 +40,7 @@ from integration.settings.sections.addresses import is_url
 from integration.settings.sections.backend import BackendSection
 from integration.settings.sections.engine import EngineSection
 from integration.settings.sections.model import LoRASection
+from integration.settings.sections.records import TrajectorySection
 from integration.settings.task_defaults import create_default_config
 from rollouts.config import CheckpointConfig, check_setting
 from rollouts.errors import ConfigError
@@ -205,7 +206,7 @@ def _find_default(models: Sequence[str], flags: Sequence[str]) -> Config:
     saved = read_saved(Config, run / CONFIG_FILE)
     section = EngineSection(dtype=saved.engine.dtype)
     rest: dict[str, Any] = {"backend": BackendSection(), "lora": LoRASection(), "checkpoint": CheckpointConfig(), "loggers": ()}
-    return replace(saved, output_dir=None, engine=section, **rest)
+    return replace(saved, output_dir=None, engine=section, trajectories=TrajectorySection(), **rest)
 
 
 @contextmanager

@@ -18,10 +18,13 @@ import trio
 from test_train import SMALL
 
 from integration import train
-from integration.eval.__main__ import main, stopped_by_sigterm
+from integration.eval.__main__ import main, parse, stopped_by_sigterm
+from integration.eval.problems import parse_problems
 from integration.eval.summary import choose_ks, compare, summarize, write_table
 from integration.run.stages import CHECKPOINTS
+from integration.settings.command_line import parse_command_line
 from rollouts.chat.char_tokenizer import create_char_tokenizer
+from rollouts.config_files import save_config
 from rollouts.testing import FakeSGLangServer, FakeVLLMServer, VLLMSettings, create_tiny_model
 from rollouts.training.metrics import read_metrics
 
@@ -387,3 +390,12 @@ def test_sigterm_ends_what_runs_in_the_background_of_a_script_too_where_sigint_i
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), ends) == (found[0], of_sigint, ["tidied up"])
     finally:
         signal.signal(signal.SIGINT, found[1])
+
+
+def test_a_run_that_records_steps_of_episodes_is_evaluated_on_rows(parts: dict[str, str], tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    save_config(parse_command_line(["--task", "calculator", "--trajectories.steps"]).config, run / "config.json")
+    (run / "run.json").write_text('{"mode": "rl"}')
+    command = parse([str(run), "--tasks", parts["rows"]])
+    assert [problem.config.task for problem in parse_problems(command.arguments.tasks, command.arguments.config, None)] == ["jsonl"]
