@@ -265,7 +265,7 @@ def read_named(argv: Sequence[str]) -> Callable[[str], Any]:
     settings = {} if path is None else read_settings(Path(path))
 
     def find(option: str) -> Any:
-        given = value_of(argv, f"--{option}")
+        given = value_of(argv, spell_option(option))
         section, _, name = option.rpartition(".")
         inner: Any = settings.get(section, {}) if section else settings
         return (inner.get(name) if isinstance(inner, Mapping) else None) if given is None else given

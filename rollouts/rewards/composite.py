@@ -48,7 +48,7 @@ def create_composite_reward(components: Components, *, total: float | None = 1.0
     if any(
         isinstance(function, GroupReward)
         or is_async_function(function)
-        or is_async_function(getattr(function, "function", None))  # in an adapter, whose own call is a plain one
+        or is_async_function(getattr(function, "function", function))  # in an adapter, whose own call is a plain one
         for function in functions.values()
     ):
         return CompositeGroupReward(functions, weights)
