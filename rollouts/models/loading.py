@@ -52,7 +52,7 @@ def parse_device(name: str) -> torch.device:
         raise ConfigError(f"unknown device {name!r}: use cpu, cuda, cuda:N, mps or auto") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name!r}, but torch sees no CUDA GPU: use cpu, or install a CUDA build of torch")
-    if device.type == "cuda" and device.index is not None and 0 < (count := torch.cuda.device_count()) <= device.index:
+    if device.type == "cuda" and 0 < (count := torch.cuda.device_count()) <= (device.index or 0):
         raise ConfigError(f"device is {name!r}, but torch sees {count} CUDA GPUs: use one of cuda:0 to cuda:{count - 1}")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(f"device is {name!r}, but torch sees no Apple GPU: use cpu")
